@@ -15,7 +15,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python && $(BIN)/lint-imports
 
 setup: $(VENV)/.dev
 
