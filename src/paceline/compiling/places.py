@@ -1,0 +1,75 @@
+"""Where a compile cache lies, and on what kind of file system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+NETWORK_FILESYSTEMS = frozenset(
+    [
+        "nfs",
+        "nfs3",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "afs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "glusterfs",
+        "orangefs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "ocfs2",
+        "9p",
+        "fuse.sshfs",
+        "fuse.s3fs",
+        "fuse.gcsfuse",
+        "fuse.goofys",
+        "fuse.glusterfs",
+        "fuse.ceph",
+        "fuse.juicefs",
+        "fuse.blobfuse",
+        "fuse.rclone",
+        "fuse.beegfs",
+        "fuse.moosefs",
+        "fuse.weka",
+    ]
+)
+
+
+def default_root() -> Path:
+    """``$XDG_CACHE_HOME/paceline/compile``, or ``~/.cache/paceline/compile``."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "paceline" / "compile"
+
+
+def chosen_root(setting: str = "") -> Path:
+    """The root that ``compiling.cache`` names, or the default where it is empty."""
+    return Path(setting).expanduser().absolute() if setting else default_root()
+
+
+def filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system that `path` lies on, or would ("ext4", "nfs4"); "unknown" where that cannot be read."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return "unknown"
+    real = os.path.realpath(path)
+    best, kind = "", "unknown"
+    for _, mount, fstype, *_ in (line.split() for line in lines if line.count(" ") >= 2):
+        point = mount.replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fstype
+    return kind
+
+
+def is_network_filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Caches there have lost files under readers, kept stale handles, and locks that hold nobody: use a local disk."""
+    return filesystem(path, mounts) in NETWORK_FILESYSTEMS
