@@ -147,8 +147,8 @@ class CompileCache:
             return self._repair_unfinished(damages, killed)
         if not damages:
             return Repair(condition, [], f"compile cache {self.folder} is whole")
-        for unit in {_unit(self.folder / found.path) for found in damages}:
-            _remove(unit)
+        for unit in {_unit(found.path) for found in damages}:
+            _remove(self.folder / unit)
         (self.folder / MANIFEST).unlink(missing_ok=True)
         words = f"removed {_count(len(damages), 'damaged entry', 'damaged entries')} ({damages[0]}), compiling anew"
         return Repair(condition, damages, f"compile cache {self.folder}: {words}")
@@ -254,9 +254,10 @@ def _lock_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _unit(file: Path) -> Path:
-    """What must go when `file` is damaged: Triton's files belong together in their folder, Inductor's stand alone."""
-    return file.parent if "triton" in file.parts[-4:-1] else file
+def _unit(path: str) -> Path:
+    """What must go when a file is damaged: Triton's files belong together in their folder, Inductor's stand alone."""
+    parts = Path(path).parts
+    return Path(*parts[:2]) if parts[0] == "triton" and len(parts) > 2 else Path(path)
 
 
 def _remove(path: Path) -> None:

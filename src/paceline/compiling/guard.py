@@ -292,7 +292,7 @@ def _begin(kind: str, frame: FrameType) -> Trace:
         thread_id=threading.get_ident(),
         native_id=threading.get_native_id(),
         pid=os.getpid(),
-        stack=_short_stack(frame),
+        stack=short_stack(frame),
         started=time.time(),
     )
     others = [other for other in list(_record.active.values()) if other.thread_id != trace.thread_id]
@@ -325,7 +325,7 @@ def _replace_everywhere(name: str, old: object, new: object) -> None:
 # -- stacks ----------------------------------------------------------------------------------------------------------
 
 
-def _short_stack(frame: FrameType | None, user_frames: int = 6, torch_frames: int = 2) -> tuple[str, ...]:
+def short_stack(frame: FrameType | None, user_frames: int = 6, torch_frames: int = 2) -> tuple[str, ...]:
     """The innermost frames of the user's own code, then the innermost of torch's, as "file:line function"."""
     own: list[str] = []
     torchs: list[str] = []
@@ -368,7 +368,7 @@ def _traces_in_frames() -> Iterator[Trace]:
             thread_id=thread_id,
             native_id=(thread.native_id or 0) if thread else 0,
             pid=os.getpid(),
-            stack=_short_stack(inside.f_back),
+            stack=short_stack(inside.f_back),
             started=time.time(),
         )
 

@@ -5,42 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-NETWORK_FILESYSTEMS = frozenset(
-    [
-        "nfs",
-        "nfs3",
-        "nfs4",
-        "cifs",
-        "smb",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "afs",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "glusterfs",
-        "orangefs",
-        "pvfs2",
-        "panfs",
-        "wekafs",
-        "ocfs2",
-        "9p",
-        "fuse.sshfs",
-        "fuse.s3fs",
-        "fuse.gcsfuse",
-        "fuse.goofys",
-        "fuse.glusterfs",
-        "fuse.ceph",
-        "fuse.juicefs",
-        "fuse.blobfuse",
-        "fuse.rclone",
-        "fuse.beegfs",
-        "fuse.moosefs",
-        "fuse.weka",
-    ]
-)
+_NETWORK = """
+    nfs nfs3 nfs4 cifs smb smb2 smb3 smbfs afs lustre gpfs beegfs ceph glusterfs orangefs pvfs2 panfs wekafs ocfs2 9p
+    fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.goofys fuse.glusterfs fuse.ceph fuse.juicefs fuse.blobfuse fuse.rclone
+    fuse.beegfs fuse.moosefs fuse.weka
+"""
+NETWORK_FILESYSTEMS = frozenset(_NETWORK.split())
 
 
 def default_root() -> Path:
