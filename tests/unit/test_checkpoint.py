@@ -162,12 +162,12 @@ def _open(path: Path, mode: str, room: list[int], rest: dict[str, Any]) -> Any:
     return _FullDisk(path, room) if mode == "wb" else open(path, mode, **rest)
 
 
-@pytest.mark.parametrize("room", [0, 50, 400, 1200, 1700])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.8, 0.99])
 def test_a_full_disk_leaves_the_old_checkpoint_and_one_clear_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    save(tmp_path, 1, _state(1), {})
-    left = [room]
+    first = save(tmp_path, 1, _state(1), {})
+    left = [int(share * sum(path.stat().st_size for path in first.iterdir()))]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, mode="r", **rest: _open(path, mode, left, rest))
         with pytest.raises(UserError) as caught:
