@@ -1,0 +1,107 @@
+"""A new drafter's weights: random, from the target's own layers, or those of a drafter that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.drafter.model import Drafter
+from paceline.errors import UserError
+from paceline.shapes import DrafterShape
+
+Weights = Callable[[str], Tensor | None]
+"""A target's tensor by its name inside the base model ("layers.3.mlp.up_proj.weight", "norm.weight"), or None."""
+
+Read = Callable[[Path], tuple[DrafterShape, dict[str, Tensor]]]
+"""Reads an exported drafter's folder."""
+
+STANDARD_DEVIATION = 0.02
+
+
+def build(
+    shape: DrafterShape, init: str, seed: int, *, target: Weights | None = None, read: Read | None = None
+) -> Drafter:
+    """A float32 drafter on the CPU. `init` is `random`, `target` or a drafter's folder.
+
+    The same shape, init and seed give the same weights on any machine. Raises UserError for a folder whose drafter has
+    another shape.
+    """
+    drafter = Drafter(shape)
+    _randomise(drafter, seed)
+    if init == "target":
+        assert target is not None, "init = target needs the target's weights"
+        copy_from_target(drafter, target)
+    elif init != "random":
+        assert read is not None, "a folder needs a reader"
+        _continue_from(drafter, Path(init), read)
+    return drafter
+
+
+def _randomise(drafter: Drafter, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=STANDARD_DEVIATION, generator=generator)
+
+
+def source_layers(shape: DrafterShape) -> list[int]:
+    """Which target layer each draft layer starts from: evenly spaced over the target's depth, the last one last."""
+    if shape.layers == 1:
+        return [shape.target_layers - 1]
+    return [round((i + 1) * shape.target_layers / shape.layers) - 1 for i in range(shape.layers)]
+
+
+@torch.no_grad()
+def copy_from_target(drafter: Drafter, target: Weights, sources: list[int] | None = None) -> None:
+    """Copy what the target has in the drafter's shape: layer weights and norms, and the final norm.
+
+    What it lacks (q_norm and k_norm, or a tensor of another shape) stays as it was: ones and small random numbers.
+    """
+    state = drafter.state_dict()
+    sources = sources or source_layers(drafter.shape)
+    for name, tensor in state.items():
+        found = target(_source_name(name, sources))
+        if found is not None and found.shape == tensor.shape:
+            tensor.copy_(found)
+    _gentle_context(drafter, target, sources)
+
+
+def _source_name(name: str, sources: list[int]) -> str:
+    if not name.startswith("layers."):
+        return name
+    _, number, rest = name.split(".", 2)
+    return f"layers.{sources[int(number)]}.{rest}"
+
+
+def _gentle_context(drafter: Drafter, target: Weights, sources: list[int]) -> None:
+    """The fused context starts as the mean of the captured states, under the mean of the layers' own input norms."""
+    shape = drafter.shape
+    identity = torch.eye(shape.hidden_size) / len(shape.layer_ids)
+    drafter.fc.weight.copy_(identity.repeat(1, len(shape.layer_ids)))
+    norms = [target(f"layers.{source}.input_layernorm.weight") for source in sources]
+    found = [norm.float() for norm in norms if norm is not None and norm.shape == drafter.hidden_norm.weight.shape]
+    if found:
+        drafter.hidden_norm.weight.copy_(torch.stack(found).mean(dim=0))
+
+
+def _continue_from(drafter: Drafter, folder: Path, read: Read) -> None:
+    shape, state = read(folder)
+    mine = drafter.state_dict()
+    wrong = [name for name in mine if name not in state or state[name].shape != mine[name].shape]
+    if wrong or len(state) != len(mine):
+        raise UserError(
+            f"drafter.init = {str(folder)!r} holds a drafter of {shape.layers} layers and hidden size "
+            f"{shape.hidden_size}; this run's has {drafter.shape.layers} and {drafter.shape.hidden_size}"
+            + (f" (first mismatch: {wrong[0]})" if wrong else ""),
+            "set drafter.layers and the target to those it was trained with, or use init = 'target'",
+        )
+    if shape.layer_ids != drafter.shape.layer_ids:
+        raise UserError(
+            f"drafter.init = {str(folder)!r} reads target layers {list(shape.layer_ids)}, this run captures "
+            f"{list(drafter.shape.layer_ids)}",
+            f"set target.layer_ids = {list(shape.layer_ids)}",
+        )
+    drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})

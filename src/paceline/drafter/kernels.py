@@ -1,0 +1,187 @@
+"""Triton kernels for what DFlash alone needs: imported on CUDA only.
+
+`sweep` is the loss's pass over a chunk of logits, `adamw` the optimiser's pass over one parameter. Each reads and
+writes device memory once for every tensor that it touches; both have an oracle in plain torch next to their callers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.drafter.loss import Sweep
+    from paceline.training.optimizer import AdamW
+
+_COLUMNS = 4096
+_ELEMENTS = 1024
+
+
+def sweep(
+    logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, losses_C: Tensor, correct_C: Tensor, sweep: Sweep
+) -> None:
+    """See `loss._sweep`. Without `reweigh` one launch does all; a row's second look at its logits comes from cache."""
+    totals_C = torch.empty_like(losses_C)
+
+    def launch(statistics: bool, gradient: bool) -> None:
+        _sweep_kernel[(len(logits_CV),)](
+            logits_CV,
+            labels_C,
+            weights_C,
+            losses_C,
+            correct_C,
+            totals_C,
+            logits_CV.stride(0),
+            logits_CV.shape[1],
+            float(sweep.ends.logit_scale),
+            float(sweep.ends.logit_softcap or 1.0),
+            CAPPED=bool(sweep.ends.logit_softcap),
+            STATISTICS=statistics,
+            GRADIENT=gradient,
+            COLUMNS=_COLUMNS,
+            num_warps=8,
+        )
+
+    if sweep.reweigh is None:
+        launch(statistics=True, gradient=sweep.gradient)
+        return
+    launch(statistics=True, gradient=False)
+    weights_C.copy_(sweep.reweigh(losses_C, weights_C))
+    if sweep.gradient:
+        launch(statistics=False, gradient=True)
+
+
+@triton.jit
+def _shape_logits(raw, scale, cap, CAPPED: tl.constexpr):
+    z = raw.to(tl.float32) * scale
+    if CAPPED:
+        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
+    return z
+
+
+@triton.jit
+def _sweep_kernel(  # noqa: PLR0913, PLR0917
+    logits,
+    labels,
+    weights,
+    losses,
+    correct,
+    totals,
+    stride,
+    vocabulary,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(labels + row)
+    columns = tl.arange(0, COLUMNS)
+    if STATISTICS:
+        aimed = _shape_logits(tl.load(logits + label), scale, cap, CAPPED)
+        highest = tl.full((COLUMNS,), float("-inf"), tl.float32)
+        mass = tl.zeros((COLUMNS,), tl.float32)
+        beaten = tl.zeros((COLUMNS,), tl.int32)
+        for start in range(0, vocabulary, COLUMNS):
+            at = start + columns
+            inside = at < vocabulary
+            z = _shape_logits(tl.load(logits + at, mask=inside, other=0.0), scale, cap, CAPPED)
+            z = tl.where(inside, z, float("-inf"))
+            # Statistics are kept per lane and joined once at the end: no reduction across the row in the loop.
+            higher = tl.maximum(tl.maximum(highest, z), -1e30)
+            mass = mass * tl.exp(highest - higher) + tl.exp(z - higher)
+            highest = higher
+            # As argmax does, the first of equal logits wins.
+            beaten |= ((z > aimed) | ((z == aimed) & (at < label))).to(tl.int32)
+        top = tl.max(highest, axis=0)
+        total = top + tl.log(tl.sum(mass * tl.exp(highest - top), axis=0))
+        tl.store(losses + row, total - aimed)
+        tl.store(totals + row, total)
+        tl.store(correct + row, tl.max(beaten, axis=0) == 0)
+    else:
+        total = tl.load(totals + row)
+    if GRADIENT:
+        weight = tl.load(weights + row)
+        for start in range(0, vocabulary, COLUMNS):
+            at = start + columns
+            inside = at < vocabulary
+            z = _shape_logits(tl.load(logits + at, mask=inside, other=0.0), scale, cap, CAPPED)
+            slope = scale
+            d = weight * (tl.exp(z - total) - (at == label).to(tl.float32))
+            if CAPPED:
+                d *= 1.0 - (z / cap) * (z / cap)
+            tl.store(logits + at, (d * slope).to(logits.dtype.element_ty), mask=inside)
+
+
+def adamw(
+    parameter: Tensor, gradient: Tensor, states: list[Tensor], facts: tuple[Tensor, Tensor, Tensor], numbers: AdamW
+) -> None:
+    """See `optimizer._plain_adamw`."""
+    master, moment1, moment2 = states
+    scale, good, applied = facts
+    size = parameter.numel()
+    _adamw_kernel[(triton.cdiv(size, _ELEMENTS),)](
+        parameter,
+        gradient.contiguous(),
+        master,
+        moment1,
+        moment2,
+        scale,
+        good,
+        applied,
+        size,
+        numbers.rate,
+        numbers.decay,
+        numbers.beta1,
+        numbers.beta2,
+        numbers.epsilon,
+        COPY=parameter.data_ptr() != master.data_ptr(),
+        ELEMENTS=_ELEMENTS,
+    )
+
+
+@triton.jit
+def _adamw_kernel(  # noqa: PLR0913, PLR0917
+    parameter,
+    gradient,
+    master,
+    moment1,
+    moment2,
+    scale,
+    good,
+    applied,
+    size,
+    rate,
+    decay,
+    beta1,
+    beta2,
+    epsilon,
+    COPY: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    if tl.load(good):
+        at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+        inside = at < size
+        steps = tl.load(applied)
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+        m = tl.load(moment1 + at, mask=inside, other=0.0)
+        v = tl.load(moment2 + at, mask=inside, other=0.0)
+        w = tl.load(master + at, mask=inside, other=0.0)
+        m += (1.0 - beta1) * (g - m)
+        v = beta2 * v + (1.0 - beta2) * g * g
+        correction1 = 1.0 - tl.exp(steps * tl.log(beta1))
+        correction2 = 1.0 - tl.exp(steps * tl.log(beta2))
+        w *= 1.0 - rate * decay
+        w -= rate / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + epsilon)
+        tl.store(moment1 + at, m, mask=inside)
+        tl.store(moment2 + at, v, mask=inside)
+        tl.store(master + at, w, mask=inside)
+        if COPY:
+            tl.store(parameter + at, w.to(parameter.dtype.element_ty), mask=inside)
