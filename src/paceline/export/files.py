@@ -1,0 +1,143 @@
+"""Folders written whole or not at all, and safetensors read without trusting them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.errors import UserError
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder aside and rename it into place, so that a kill at any instant leaves the old one or the new one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(folder)
+    aside = _aside(folder, "writing", os.getpid())
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        fill(aside)
+        _sync(aside)
+        _swap(folder, aside)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error}", "free space there or choose another folder") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path, word: str, pid: int) -> Path:
+    return folder.parent / f".{folder.name}.{word}-{pid}"
+
+
+def _swap(folder: Path, aside: Path) -> None:
+    old = _aside(folder, "old", os.getpid())
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what killed writers left, and put back a folder whose writer died between two renames."""
+    for old in folder.parent.glob(f".{folder.name}.old-*"):
+        if not _alive(old):
+            shutil.rmtree(old) if folder.exists() else old.rename(folder)
+    for aside in folder.parent.glob(f".{folder.name}.writing-*"):
+        if not _alive(aside):
+            shutil.rmtree(aside)
+
+
+def _alive(path: Path) -> bool:
+    pid = path.name.rpartition("-")[2]
+    if not pid.isdigit():
+        return True  # not one of ours: leave it alone
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}", "give a drafter's folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}", "take the folder again from where it came") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object", "take the folder again from where it came")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, from one safetensors file or from several with an index; pickles are never read."""
+    paths = _weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            tensors |= load_file(path)
+        except FileNotFoundError:
+            raise UserError(f"{folder} lacks {path.name}, which its index names", "download it again") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}", "take the folder again from where it came") from None
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    if single.exists():
+        return [single]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        raise UserError(f"{folder} has weights as pickles only", "convert them to safetensors; pickles can run code")
+    raise UserError(f"{folder} has no model.safetensors", "give a drafter's folder")
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_SAMPLE = 1 << 20
+
+
+def fingerprint(path: Path) -> str:
+    """A short hash that tells one model from another: small files whole, of large ones the size and both ends.
+
+    `path` is a folder or a single file. Cheap on a model of any size, and equal wherever the same files lie.
+    """
+    total = hashlib.sha256()
+    suffixes = {".json", ".safetensors", ".jinja", ".gguf", ".model"}
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file() and p.suffix in suffixes)
+    for item in files:
+        size = item.stat().st_size
+        total.update(f"{item.name}:{size}:".encode())
+        with item.open("rb") as file:
+            total.update(file.read(_SAMPLE))
+            if size > _SAMPLE:
+                file.seek(max(_SAMPLE, size - _SAMPLE))
+                total.update(file.read(_SAMPLE))
+    return total.hexdigest()[:16]
