@@ -1,0 +1,1 @@
+"""The frozen model whose tokens are drafted."""

@@ -1,0 +1,210 @@
+"""A target run by the transformers library.
+
+S context tokens of a batch, K captured layers, H hidden size, F = K·H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from paceline.batches import FrozenEnds, TokenBatch
+from paceline.config import TargetConfig
+from paceline.errors import UserError
+from paceline.shapes import TargetShape
+from paceline.target import gguf
+from paceline.target.base import Target
+from paceline.target.checks import check_target
+from paceline.target.describe import choose_layers, read_shape
+from paceline.target.ends import assemble, load_ends
+from paceline.target.float8 import use_float8_weights
+from paceline.target.packing import check_positions, packed, row_of
+from paceline.target.source import ModelSource, load_failure, resolve
+
+_HEAD_ROWS = 1024
+
+
+class TransformersTarget(Target):
+    """A frozen causal language model with hooks on the layers that are captured."""
+
+    def __init__(
+        self, model: Any, shape: TargetShape, layer_ids: tuple[int, ...], device: torch.device, ends: FrozenEnds
+    ) -> None:
+        self.shape = shape
+        self.layer_ids = layer_ids
+        self.device = device
+        self.dtype = ends.embedding_VH.dtype
+        self._ends = ends
+        self._model: Any | None = model
+        self.decoder: nn.Module = model.get_decoder()
+        self.layers = _layers(self.decoder, shape.name)
+        self._rope: dict[str, Any] = self._config.to_dict().get("rope_parameters") or {}
+        self._buffer: Tensor | None = None
+        for place, layer_id in enumerate(layer_ids):
+            self.layers[layer_id].register_forward_hook(self._writer(place))
+
+    @classmethod
+    def load(
+        cls,
+        config: TargetConfig,
+        device: torch.device | str,
+        layer_ids: tuple[int, ...] = (),
+        *,
+        device_mesh: Any | None = None,
+    ) -> TransformersTarget:
+        """Load a target's weights, frozen, in evaluation mode.
+
+        Without `layer_ids` the configuration's are taken. `device_mesh` (one-dimensional) shards the layers over its
+        ranks when target.tensor_parallel > 1. Raises UserError.
+        """
+        device = torch.device(device)
+        source = gguf.as_folder(resolve(config))
+        shape = read_shape(config)
+        layer_ids = layer_ids or choose_layers(shape.layers, config.features, config.layer_ids)
+        dtype = compute_dtype(config, device)
+        if config.tensor_parallel > 1:
+            model = _load_sharded(source, dtype, config.tensor_parallel, device_mesh)
+            ends = load_ends(config, device, dtype)
+        else:
+            model = _load_whole(source, dtype).to(device)
+            ends = _ends_of(model, shape)
+        if config.weights == "float8":
+            use_float8_weights(model.get_decoder(), device)
+        return cls(model, shape, layer_ids, device, ends)
+
+    @property
+    def ends(self) -> FrozenEnds:
+        return self._ends
+
+    @property
+    def model(self) -> Any:
+        """The whole transformers model, for decoding; gone after `close_upper_layers`."""
+        if self._model is None:
+            raise AssertionError("the target's upper layers and head were closed")
+        return self._model
+
+    @property
+    def _config(self) -> Any:
+        return self.decoder.config
+
+    @torch.no_grad()
+    def features(self, batch: TokenBatch, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(len(batch.ids_S), self.width, dtype=self.dtype, device=self.device)
+        self._buffer = out
+        try:
+            self.hidden(batch)
+        finally:
+            self._buffer = None
+        return out
+
+    @torch.no_grad()
+    def next_tokens(self, batch: TokenBatch) -> Tensor:
+        hidden_SH = self.final_hidden(batch)
+        rows = hidden_SH.split(_HEAD_ROWS)
+        return torch.cat([self._ends.logits(part).argmax(dim=-1) for part in rows])
+
+    @torch.no_grad()
+    def final_hidden(self, batch: TokenBatch) -> Tensor:
+        """States [S, H] after every layer and the final norm, as the head receives them."""
+        assert self._model is not None, "the target's upper layers were closed"
+        return self.hidden(batch)
+
+    def hidden(self, batch: TokenBatch) -> Tensor:
+        """Run the decoder, as far as it is kept, on a packed row; its output [S, H]."""
+        row = row_of(batch, self.device)
+        check_positions(self.shape.name, self._rope, self.shape.max_positions, row.longest)
+        with packed(self._config, row):
+            # use_cache=False, or the library takes the row for one document that continues a cache.
+            result = self.decoder(
+                input_ids=batch.ids_S.to(self.device).unsqueeze(0),
+                position_ids=batch.positions_S.to(self.device).unsqueeze(0),
+                use_cache=False,
+            )
+        return result.last_hidden_state[0]
+
+    def self_check(self, batch: TokenBatch) -> None:
+        """Compare packed features and the rest of the model with plain forwards of single documents.
+
+        Raises UserError naming what differs and by how much. Needs the whole model.
+        """
+        check_target(self, batch)
+
+    def close_upper_layers(self) -> None:
+        """Drop the layers after the last captured one, the final norm and the model's own head."""
+        last = self.layer_ids[-1]
+        self.layers = nn.ModuleList(list(self.layers)[: last + 1])
+        self.decoder.layers = self.layers
+        self.decoder.norm = nn.Identity()
+        self._model = None
+
+    def compile_layers(self) -> None:
+        """Compile every kept layer by itself: one graph a layer kind and part, one shape, attention outside of it."""
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=False)
+
+    def _writer(self, place: int) -> Any:
+        width = self.shape.hidden_size
+
+        def write(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            if self._buffer is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._buffer[:, place * width : (place + 1) * width].copy_(hidden[0])
+
+        return write
+
+
+def compute_dtype(config: TargetConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `target.dtype` names on this device."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return named.get(config.dtype, automatic)
+
+
+def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:
+    children = dict(decoder.named_children())
+    layers, norm = children.get("layers"), children.get("norm")
+    if not isinstance(layers, nn.ModuleList) or norm is None:
+        raise UserError(
+            f"target {name}: {type(decoder).__name__} does not name its parts layers and norm",
+            "choose a target of the Llama, Qwen, Gemma, Mistral, gpt-oss kind",
+        )
+    return layers
+
+
+def _load_whole(source: ModelSource, dtype: torch.dtype) -> Any:
+    return _from_pretrained(source, source.arguments() | {"dtype": dtype})
+
+
+def _load_sharded(source: ModelSource, dtype: torch.dtype, size: int, mesh: Any | None) -> Any:
+    if mesh is None or mesh.size() != size:
+        raise UserError(
+            f"target.tensor_parallel = {size} without a group of {size} ranks",
+            "give the target as many ranks as it is sharded over, or set target.tensor_parallel = 1",
+        )
+    return _from_pretrained(source, source.arguments() | {"dtype": dtype, "tp_plan": "auto", "device_mesh": mesh})
+
+
+def _from_pretrained(source: ModelSource, arguments: dict[str, Any]) -> Any:
+    try:
+        with gguf.quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                **arguments, use_safetensors=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise load_failure(source, "weights", error) from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UserError(
+            f"target {source.name} lacks {len(missing)} weights, for example {missing[0]}", "download the model again"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _ends_of(model: Any, shape: TargetShape) -> FrozenEnds:
+    head = model.get_output_embeddings()
+    bias = dict(head.named_parameters()).get("bias")
+    return assemble(model.get_input_embeddings().weight, head.weight, bias, shape)
