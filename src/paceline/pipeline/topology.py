@@ -252,6 +252,12 @@ class Schedule:
         """Number of the drafter that uses the features."""
         return item.index % self.topology.drafters
 
+    def sender_rank(self, item: Item) -> int:
+        return self.topology.target_rank(self.maker(item))
+
+    def receiver_rank(self, item: Item) -> int:
+        return self.topology.drafter_rank(self.user(item))
+
     def for_target(self, target: int) -> Iterator[Item]:
         return (item for item in self.items() if self.maker(item) == target)
 
