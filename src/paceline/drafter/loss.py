@@ -100,13 +100,14 @@ class _FrozenHead(torch.autograd.Function):
             _sweep(logits, labels_N[part], used_N[part], losses_N[part], correct_N[part], sweep)
             if gradient_NH is not None:
                 torch.mm(logits, sweep.ends.head_VH, out=gradient_NH[part])
-        ctx.gradient_NH = gradient_NH
+        if gradient_NH is not None:
+            ctx.save_for_backward(gradient_NH)
         ctx.mark_non_differentiable(correct_N, losses_N)
         return (losses_N * used_N).sum(), correct_N, losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None]:
-        gradient_NH, ctx.gradient_NH = ctx.gradient_NH, None
+        (gradient_NH,) = ctx.saved_tensors
         return gradient_NH * grads[0].to(gradient_NH.dtype), None, None, None, None
 
 
