@@ -154,7 +154,7 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], limit: int, end_ids
         raise UserError("a prompt without tokens cannot be decoded", "leave empty prompts out")
     if limit < 1:
         raise UserError(f"a limit of {limit} new tokens decodes nothing", "give at least 1")
-    loop = _Loop(engine, prompts, limit, end_ids)
+    loop = DecodingLoop(engine, prompts, limit, end_ids)
     with loop.capture:
         start = _now(loop.device)
         loop.prefill()
@@ -170,8 +170,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class _Loop:
-    """The tensors of a batch that is being decoded; `step` touches nothing else, and waits for nothing."""
+class DecodingLoop:
+    """The tensors of a batch that is being decoded; `step` touches nothing else, and waits for nothing.
+
+    `capture` must be active while it runs.
+    """
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], limit: int, end_ids: Sequence[int]) -> None:
         self.engine = engine
@@ -204,7 +207,7 @@ class _Loop:
         logits = self._target(self.tokens_RC[:, :longest], positions, longest, logits_to_keep=last)
         rows = torch.arange(len(self.prompt_lengths), device=self.device)
         first = self._choose(logits[rows, torch.searchsorted(last, self.lengths_R - 1)])
-        self._note_features(positions)
+        self.note_features(positions)
         self.tokens_RC.scatter_(1, self.lengths_R[:, None], first[:, None])
         self.lengths_R += 1
         self.done_R |= torch.isin(first, self.end_ids) | (self.lengths_R >= self.limits_R)
@@ -217,7 +220,7 @@ class _Loop:
     def _target(self, ids: Tensor, positions: Tensor, visible: int, **extra: Tensor) -> Tensor:
         return self.engine.model(input_ids=ids, **self.target_cache.arguments(positions, visible), **extra).logits
 
-    def _note_features(self, positions: Tensor) -> None:
+    def note_features(self, positions: Tensor) -> None:
         """Add the context keys and values of the latest forward's tokens to the drafter's cache."""
         if self.engine.drafter is None:
             return
@@ -244,20 +247,26 @@ class _Loop:
 
     def step(self, visible: int) -> None:
         """Draft, verify and commit for every request; `visible` slots are attended to."""
-        anchors_R = self.lengths_R - 1
-        positions_RB = anchors_R[:, None] + self.offsets_B
-        block_RB = self.tokens_RC.gather(1, anchors_R[:, None]).expand(-1, self.engine.block)
-        drafts, draft_probabilities = self._draft(block_RB, positions_RB, anchors_R, visible)
-        verified_RB = torch.cat((block_RB[:, :1], drafts), dim=1)
-        logits = self._target(verified_RB, positions_RB, visible)
+        drafts, draft_probabilities = self.draft(visible)
+        logits = self.target_forward(drafts, visible)
         accepted_R, bonus_R = self._verify(drafts, draft_probabilities, logits)
-        self._note_features(positions_RB)
+        self.note_features(self.positions())
         self._commit(drafts, accepted_R, bonus_R)
 
-    def _draft(
-        self, block_RB: Tensor, positions_RB: Tensor, anchors_R: Tensor, visible: int
-    ) -> tuple[Tensor, Tensor | None]:
-        engine = self.engine
+    def positions(self) -> Tensor:
+        return (self.lengths_R - 1)[:, None] + self.offsets_B
+
+    def _anchor_tokens(self) -> Tensor:
+        return self.tokens_RC.gather(1, (self.lengths_R - 1)[:, None])
+
+    def target_forward(self, drafts: Tensor, visible: int) -> Tensor:
+        """The target on the anchor and the drafts [R, B-1]: logits [R, B, V]."""
+        return self._target(torch.cat((self._anchor_tokens(), drafts), dim=1), self.positions(), visible)
+
+    def draft(self, visible: int) -> tuple[Tensor, Tensor | None]:
+        """Proposals [R, B-1], and what they were drawn from when sampling."""
+        engine, anchors_R = self.engine, self.lengths_R - 1
+        block_RB = self._anchor_tokens().expand(-1, engine.block)
         if engine.drafter is None or engine.shape is None:
             return block_RB[:, 1:], None
         inputs = torch.where(self.offsets_B == 0, block_RB, engine.shape.mask_token_id)
@@ -266,7 +275,7 @@ class _Loop:
         mask = torch.nn.functional.pad(seen, (0, engine.block), value=True)
         context = [(k[:, :, :visible], v[:, :, :visible]) for k, v in self.context]
         block = engine.ends.embed(inputs).to(engine.drafter.dtype)
-        hidden = engine.drafter.blocks(block, positions_RB, context, dense_attend(mask))
+        hidden = engine.drafter.blocks(block, self.positions(), context, dense_attend(mask))
         logits = engine.ends.logits(hidden[:, 1:].to(engine.ends.head_VH.dtype))
         if engine.sampling.greedy:
             return logits.argmax(dim=-1), None

@@ -1,0 +1,201 @@
+"""`paceline eval` and `paceline verify`: options in, an exit code out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline import __version__
+from paceline.config import TargetConfig
+from paceline.errors import UserError
+from paceline.evaluation import endpoint
+from paceline.evaluation.decode import Engine
+from paceline.evaluation.prompts import encode, load_prompts
+from paceline.evaluation.report import EncodedPrompt, evaluate, lines
+from paceline.evaluation.sampling import Sampling
+from paceline.evaluation.verify import Check, failed, load_drafter, verify
+from paceline.export import files, folder
+from paceline.shapes import DrafterShape
+from paceline.target.describe import load_tokenizer, read_shape
+from paceline.target.source import resolve
+from paceline.target.transformers_body import TransformersTarget
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Measure a drafter on prompts."""
+
+    drafter: str = ""
+    """The drafter's folder (ours, the authors', or the speculators layout)."""
+    target: str = ""
+    """The target's folder, GGUF file or hub id; empty takes the one that the drafter's folder names."""
+    prompts: str = "human-eval"
+    """A JSONL file of prompts, or human-eval."""
+    count: int = 64
+    """How many prompts, spread over their kinds; 0 is all."""
+    tokens: int = 256
+    """Longest answer."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    batches: tuple[int, ...] = (1,)
+    """Batch sizes to measure speed at."""
+    thinking: str = "template"
+    """`on` and `off` set the template's switch."""
+    device: str = "auto"
+    dtype: str = "auto"
+    graphs: str = "auto"
+    """`on` decodes through CUDA graphs (greedy); `auto` does so on a GPU."""
+    out: str = ""
+    """A JSON file for the result."""
+    endpoint: str = ""
+    """The root of a running vLLM or SGLang: measure there instead."""
+    model: str = ""
+    """The endpoint's model name; empty takes its first."""
+    compare: float = 0.0
+    """Our own τ, to compare the endpoint's with."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Check an exported drafter before it is deployed."""
+
+    drafter: str
+    target: str = ""
+    """The target's folder, GGUF file or hub id; empty checks the folder alone."""
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+def run_verify(options: VerifyOptions) -> int:
+    """Print every check; 0 when none failed, else 1."""
+    target = target_config(options.target, options.dtype, options.drafter) if options.target else None
+    checks = verify(options.drafter, target, device=options.device)
+    for check in checks:
+        print(line_of(check))
+    bad = len(failed(checks))
+    print(f"{len(checks)} checks, {bad} failed" if bad else f"{len(checks)} checks passed", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def line_of(check: Check) -> str:
+    return f"{check.status:<5} {check.name}: {check.detail}"
+
+
+def run_eval(options: EvalOptions) -> int:
+    """Print the measurement, write it as JSON where asked, and return 0."""
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    if options.endpoint:
+        return _run_endpoint(options, sampling)
+    engine, prompts, shape = prepare(options, sampling)
+    found = evaluate(
+        engine,
+        prompts,
+        limit=options.tokens,
+        end_ids=shape.eos_token_ids,
+        batches=options.batches or (1,),
+        identity=identity(options),
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    for line in lines(found):
+        print(line)
+    _write(options.out, found.as_json())
+    return 0
+
+
+def prepare(options: EvalOptions, sampling: Sampling) -> tuple[Engine, list[EncodedPrompt], DrafterShape]:
+    """Load target, drafter and prompts; the drafter's end ids are the target's."""
+    place = Path(options.drafter)
+    shape, tensors = folder.read(place)
+    device = torch.device(_device(options.device))
+    config = target_config(options.target or _named_target(place), options.dtype, options.drafter)
+    folder.check_fits(shape, read_shape(config), str(place))
+    body = TransformersTarget.load(config, device, shape.layer_ids)
+    shape = dataclasses.replace(shape, eos_token_ids=body.shape.eos_ids or shape.eos_token_ids)
+    tokenizer = load_tokenizer(config)
+    chosen = load_prompts(options.prompts, options.count)
+    prompts = [EncodedPrompt(tuple(encode(tokenizer, item, options.thinking)), item.kind) for item in chosen]
+    drafter = load_drafter(shape, tensors, body.dtype).to(device)
+    graphs = device.type == "cuda" and sampling.greedy if options.graphs == "auto" else options.graphs == "on"
+    generator = torch.Generator(device=device).manual_seed(options.seed)
+    engine = Engine(body.model, body.ends, drafter, shape, sampling, generator, static=graphs, graphs=graphs)
+    return engine, prompts, shape
+
+
+def target_config(target: str, dtype: str, drafter: str) -> TargetConfig:
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"dtype = {dtype!r} is not one of auto, float32, bfloat16", "choose one of them")
+    if not target:
+        raise UserError(f"{drafter} does not say which target it was made for", "name it with --target")
+    return TargetConfig(model=target, dtype=dtype)  # type: ignore[arg-type]
+
+
+def _named_target(place: Path) -> str:
+    return str(folder.read_facts(place).get("target", {}).get("name", ""))
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device = {name!r}, but torch sees no GPU", "use --device cpu, or install torch for CUDA")
+    return name
+
+
+def identity(options: EvalOptions) -> dict[str, str]:
+    """Hashes of all that went into a measurement."""
+    place = Path(options.drafter)
+    source = resolve(TargetConfig(model=options.target or _named_target(place)))
+    target = source.gguf_file or source.folder
+    found = {
+        "paceline": __version__,
+        "torch": torch.__version__,
+        "drafter": options.drafter,
+        "drafter_sha256": files.file_digest(place / "model.safetensors")
+        if (place / "model.safetensors").exists()
+        else files.fingerprint(place),
+        "config_sha256": files.file_digest(place / "config.json"),
+        "target": source.name,
+        "target_fingerprint": files.fingerprint(target) if target is not None else source.revision,
+        "prompts": options.prompts,
+    }
+    if Path(options.prompts).is_file():
+        found["prompts_sha256"] = files.file_digest(Path(options.prompts))
+    return found
+
+
+def _run_endpoint(options: EvalOptions, sampling: Sampling) -> int:
+    prompts = load_prompts(options.prompts, options.count)
+    served = endpoint.measure(
+        options.endpoint,
+        prompts,
+        limit=options.tokens,
+        sampling=sampling,
+        model=options.model,
+        workers=max(options.batches or (1,)),
+    )
+    print(f"{served.engine}: τ {served.tau:.3f} by our convention, {served.tau_engine:.3f} by the engine's own count")
+    print(f"{served.answers} answers, {served.answer_tokens} tokens, {served.steps} steps")
+    if served.by_slot:
+        print("accepted by slot 1 …: " + " ".join(f"{share:.2f}" for share in served.by_slot))
+    code = 0
+    if options.compare:
+        gap = served.tau / options.compare - 1
+        code = 0 if abs(gap) <= 0.02 else 1
+        print(f"ours {options.compare:.3f}: served is {gap:+.1%}" + ("" if not code else ", more than 2 % apart"))
+    _write(options.out, dataclasses.asdict(served) | {"tau": served.tau, "tau_engine": served.tau_engine})
+    return code
+
+
+def _write(out: str, value: dict) -> None:
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(Path(out), value)
+
+
+__all__ = ["EvalOptions", "VerifyOptions", "run_eval", "run_verify"]

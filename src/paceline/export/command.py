@@ -1,0 +1,86 @@
+"""`paceline export`: a drafter's folder in any layout that we read, to any layout that we write."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import __version__
+from paceline.config import TargetConfig
+from paceline.errors import UserError
+from paceline.export import files, folder
+from paceline.export.card import CardFacts, sglang_command, vllm_command
+from paceline.target.describe import load_tokenizer, read_shape
+from paceline.target.source import resolve
+
+_OF_A_RUN = ("best", "last", "export", "drafter")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a drafter for an engine."""
+
+    drafter: str
+    """A drafter's folder, or a run's folder that holds one (best, last, export)."""
+    out: str
+    target: str = ""
+    """The target's folder, GGUF file or hub id; empty takes the one that the drafter's folder names."""
+    revision: str = ""
+    layout: str = "dflash"
+    """`dflash` for vLLM, SGLang, transformers and llama.cpp's converter; `speculators` for vLLM's own."""
+    dtype: str = "bfloat16"
+
+
+def run_export(options: ExportOptions) -> int:
+    """Read, write, reload and compare; returns 0."""
+    source = find_drafter(Path(options.drafter))
+    shape, tensors = folder.read(source)
+    noted = folder.read_facts(source).get("target", {})
+    name = options.target or noted.get("name", "")
+    if not name:
+        raise UserError(f"{source} does not say which target it was made for", "name it with --target")
+    config = TargetConfig(model=name, revision=options.revision)
+    target = read_shape(config)
+    shape = dataclasses.replace(
+        shape, target_layers=shape.target_layers or target.layers, eos_token_ids=shape.eos_token_ids or target.eos_ids
+    )
+    card = CardFacts(
+        target=name, target_revision=target_revision(config) or noted.get("revision", ""), version=__version__
+    )
+    out = folder.write(
+        Path(options.out),
+        tensors,
+        shape,
+        target,
+        dtype=options.dtype,
+        layout=_layout(options.layout),
+        tokenizer=load_tokenizer(config),
+        card=card,
+    )
+    gap = folder.compare(out, tensors, shape)
+    print(f"{out}: {len(tensors)} tensors in {options.dtype}, reloaded; largest relative difference {gap:.1e}")
+    print(vllm_command(shape, name, str(out)))
+    print(sglang_command(shape, name, str(out)))
+    return 0
+
+
+def _layout(name: str) -> folder.Layout:
+    if name not in ("dflash", "speculators"):
+        raise UserError(f"layout = {name!r} is not one of dflash, speculators", "choose one of them")
+    return name  # type: ignore[return-value]
+
+
+def find_drafter(place: Path) -> Path:
+    """The folder itself if it holds a drafter, or the first of a run's folders that does. Raises UserError."""
+    for candidate in (place, *(place / name for name in _OF_A_RUN)):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise UserError(f"{place} holds no exported drafter", "give a folder with config.json and model.safetensors")
+
+
+def target_revision(config: TargetConfig) -> str:
+    """The hub revision, or a fingerprint of local files."""
+    source = resolve(config)
+    local = source.gguf_file or source.folder
+    return files.fingerprint(local) if local is not None else source.revision
