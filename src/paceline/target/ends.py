@@ -31,7 +31,7 @@ def load_ends(config: TargetConfig, device: torch.device | str, dtype: torch.dty
     source = gguf.as_folder(resolve(config))
     shape = read_shape(config)
     outline = read_outline(config)
-    files = _Files(source)
+    files = Files(source)
     embedding = files.read(_embedding_name(outline), _EMBEDDINGS, device, dtype)
     head, bias = embedding, None
     if not shape.tied:
@@ -56,21 +56,21 @@ def assemble(embedding: Tensor, head: Tensor, bias: Tensor | None, shape: Target
 
 
 def _embedding_name(outline: Outline) -> str:
-    return _name_of(outline.model, outline.model.get_input_embeddings())
+    return name_of(outline.model, outline.model.get_input_embeddings())
 
 
 def _head_name(outline: Outline) -> str:
-    return _name_of(outline.model, outline.model.get_output_embeddings())
+    return name_of(outline.model, outline.model.get_output_embeddings())
 
 
-def _name_of(model: Any, part: Any) -> str:
+def name_of(model: Any, part: Any) -> str:
     for name, module in model.named_modules():
         if module is part:
             return f"{name}.weight"
     raise AssertionError("a model's ends are among its modules")
 
 
-class _Files:
+class Files:
     """The safetensors files of a model, read tensor by tensor."""
 
     def __init__(self, source: ModelSource) -> None:

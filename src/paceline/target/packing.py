@@ -10,6 +10,7 @@ S tokens of the row, D head dimension.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -45,8 +46,7 @@ class PackedRow:
     @property
     def longest(self) -> int:
         """Tokens of the longest document (host arithmetic, no synchronisation)."""
-        ends = (*self.bounds, self.tokens)
-        return max(end - start for start, end in itertools.pairwise(ends))
+        return max((end - start for start, end in itertools.pairwise(self.bounds)), default=self.tokens)
 
 
 _active: PackedRow | None = None
@@ -58,9 +58,11 @@ def row_of(batch: TokenBatch, device: torch.device) -> PackedRow:
     bounds = batch.bounds or _bounds_of(batch.documents_S)
     if device.type != "cuda":
         return PackedRow(bounds, tokens)
-    ends = bounds if bounds[-1] == tokens else (*bounds, tokens)
+    row = PackedRow(bounds, tokens)
+    # The padding tail becomes documents too, none longer than the longest: its rows must be finite, and cheap.
+    ends = (*bounds, *range(bounds[-1] + row.longest, tokens, row.longest), tokens)
     on_host = torch.tensor(ends, dtype=torch.int32).pin_memory()
-    return PackedRow(bounds, tokens, on_host.to(device, non_blocking=True))
+    return dataclasses.replace(row, bounds_device=on_host.to(device, non_blocking=True))
 
 
 def _bounds_of(documents_S: Tensor) -> tuple[int, ...]:
