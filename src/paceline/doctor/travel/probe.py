@@ -55,7 +55,7 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
         "time": time.time(),
         "python": python_facts(),
         "environment": environment,
-        "installs": installs(sys.path),
+        "installs": installs([entry or os.getcwd() for entry in sys.path]),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "requires": {name: requirements(name) for name in ("torch", "paceline")},
         "fx": fx_source(),

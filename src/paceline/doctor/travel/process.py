@@ -115,7 +115,9 @@ def _files(pid: int) -> dict[str, Any]:
 
 
 def _kind(target: str) -> str:
-    return target.split(":")[0] if not target.startswith("/") else "device" if target.startswith("/dev/") else "file"
+    return (
+        target.partition(":")[0] if not target.startswith("/") else "device" if target.startswith("/dev/") else "file"
+    )
 
 
 _TCP_STATES = {"01": "established", "02": "connecting", "08": "closed by the other end", "0A": "listening"}

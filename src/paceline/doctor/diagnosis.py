@@ -1,0 +1,364 @@
+"""From what the workers of a run answered (or did not) to what is wrong: pure, so made-up answers are its tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.doctor import stacks
+from paceline.doctor.findings import Finding, Level, error, info, ok, warning
+
+State = Literal["answered", "elsewhere", "gone", "stopped", "silent", "ended"]
+_RANKS = re.compile(r"\branks?\s+(\d+(?:(?:\s*,\s*|\s+and\s+)\d+)*)")
+_WARM = re.compile(r"warm|compil|start|load", re.IGNORECASE)
+_CIRCLE = 5.0
+"""Seconds after which ranks that wait for each other are not merely seen at different instants."""
+_LONG = 60.0
+"""Seconds in one phase after which a wait is no longer the pipeline's usual breathing."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One worker as it was seen. `now`: seconds of `time.time` on its host when it was looked at."""
+
+    rank: int
+    state: State
+    now: float
+    host: str | None = None
+    pid: int | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
+    heartbeat: dict[str, Any] = field(default_factory=dict)
+    waited: float = 0.0
+    letter: str = ""
+    traced_by: int = 0
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What the worker says of itself; empty where it says nothing or could not."""
+        status = self.answer.get("status") or {}
+        return status if "fault" not in status else {}
+
+    @property
+    def waits_for(self) -> str | None:
+        return self.status.get("waits_for")
+
+    @property
+    def phase(self) -> str:
+        return str(self.status.get("phase") or self.heartbeat.get("phase") or "?")
+
+    @property
+    def step(self) -> int | None:
+        step = self.status.get("step", self.heartbeat.get("step"))
+        return step if isinstance(step, int) else None
+
+    @property
+    def seconds_in_phase(self) -> float:
+        since = self.status.get("since")
+        return max(0.0, self.now - since) if isinstance(since, (int, float)) else 0.0
+
+    @property
+    def threads(self) -> list[stacks.Thread]:
+        threads = self.answer.get("threads")
+        return stacks.parse(threads) if isinstance(threads, list) else []
+
+
+def seen_from(facts: dict[str, Any]) -> list[Seen]:
+    """The workers of what the traveller `workers` brought back."""
+    return [
+        Seen(
+            rank=worker["rank"],
+            state=worker["state"],
+            now=(worker.get("answer") or {}).get("time") or facts["time"],
+            host=worker.get("host"),
+            pid=worker.get("pid"),
+            answer=worker.get("answer") or {},
+            heartbeat=worker.get("heartbeat") or {},
+            waited=worker.get("waited", 0.0),
+            letter=worker.get("letter", ""),
+            traced_by=worker.get("traced_by", 0),
+            fault=worker.get("fault", ""),
+        )
+        for worker in facts["workers"]
+    ]
+
+
+def diagnose(workers: Sequence[Seen]) -> list[Finding]:
+    """What is wrong with a run, the cause before its consequences; one OK finding if nothing is."""
+    if not workers:
+        return [
+            error(
+                "run",
+                "no worker has ever answered here",
+                "neither live/ nor heartbeat/ names a rank",
+                "the run has not started, or this is not its folder",
+                "give the run's own folder (runs/NAME), on the host where it runs",
+            )
+        ]
+    missing = [finding for worker in workers for finding in _absence(worker)]
+    waiting = _waits(workers)
+    inside = [finding for worker in workers for finding in _inside(worker)]
+    found = [*missing, *waiting, *inside]
+    if all(finding.level <= Level.INFO for finding in found):
+        found.insert(0, _all_well(workers))
+    return found
+
+
+# -- workers that do not answer --------------------------------------------------------------------------------------
+
+
+def _absence(worker: Seen) -> list[Finding]:
+    last = _last_heard(worker)
+    if worker.state == "gone":
+        return [
+            error(
+                worker.name,
+                "the worker is gone",
+                f"pid {worker.pid} has ended without closing its socket{last}",
+                "the others wait for it until their time-out",
+                "read the end of its log; where it says nothing, look for the OOM killer (dmesg | grep -i oom)",
+            )
+        ]
+    if worker.state == "stopped":
+        tracer = f", traced by pid {worker.traced_by}" if worker.traced_by else ""
+        remedy = f"end the debugger (pid {worker.traced_by})" if worker.traced_by else f"kill -CONT {worker.pid}"
+        return [
+            error(
+                worker.name,
+                "the worker is stopped",
+                f"pid {worker.pid} is in state {worker.letter} (a stop signal or a debugger){tracer}{last}",
+                "it does nothing, and the others wait for it",
+                remedy,
+            )
+        ]
+    if worker.state == "silent":
+        return [_silence(worker, last)]
+    if worker.state == "elsewhere":
+        return [
+            info(worker.name, "runs on another host", worker.host, remedy=f"ask there: --through 'ssh {worker.host}'")
+        ]
+    return [info(worker.name, "has ended", f"pid {worker.pid}{last}")] if worker.state == "ended" else []
+
+
+def _silence(worker: Seen, last: str) -> Finding:
+    in_kernel = worker.letter == "D"
+    why = (
+        "it waits in the kernel (state D): a disk, a network file system or a driver does not answer"
+        if in_kernel
+        else "a native call holds the interpreter, so no thread of it can answer"
+    )
+    remedy = "look at dmesg and at the mounts" if in_kernel else f"paceline doctor --pid {worker.pid} shows its stacks"
+    return error(
+        worker.name,
+        "the worker does not answer",
+        f"pid {worker.pid} is alive (state {worker.letter or '?'}) but gave nothing in {worker.waited:.1f} s{last}",
+        why,
+        remedy,
+    )
+
+
+def _last_heard(worker: Seen) -> str:
+    beat = worker.heartbeat
+    if not beat:
+        return ""
+    ago = worker.now - float(beat.get("time", worker.now))
+    return f"; last heard of {ago:.0f} s ago at step {beat.get('step')} in phase {beat.get('phase')}"
+
+
+# -- who waits for whom ----------------------------------------------------------------------------------------------
+
+
+def _waits(workers: Sequence[Seen]) -> list[Finding]:
+    """One finding for each cause that ranks wait for, however long the chain that leads to it."""
+    by_rank = {worker.rank: worker for worker in workers}
+    causes: dict[tuple[int, ...], list[Seen]] = {}
+    for worker in workers:
+        if worker.waits_for:
+            causes.setdefault(_root(worker, by_rank), []).append(worker)
+    return [_wait(root, waiting, by_rank) for root, waiting in causes.items()]
+
+
+def _named_ranks(worker: Seen) -> list[int]:
+    numbers = [int(n) for found in _RANKS.findall(worker.waits_for or "") for n in re.findall(r"\d+", found)]
+    return [number for number in numbers if number != worker.rank]
+
+
+def _root(worker: Seen, by_rank: dict[int, Seen]) -> tuple[int, ...]:
+    """The ranks at the end of the chain of waits: one that does not wait itself, a circle, or those that lag."""
+    path = [worker.rank]
+    while True:
+        here = by_rank[path[-1]]
+        ahead = _blockers(here, by_rank)
+        if not ahead:
+            return (path[-1],) if len(path) > 1 else ()
+        if ahead[0] in path:
+            return tuple(sorted(path[path.index(ahead[0]) :]))
+        if ahead[0] not in by_rank:
+            return (ahead[0],)
+        path.append(ahead[0])
+
+
+def _blockers(worker: Seen, by_rank: dict[int, Seen]) -> list[int]:
+    """Of the ranks that it waits for, those that hold it up: in a collective, the ones that are not in it too."""
+    named = _named_ranks(worker)
+    if len(named) < 2:
+        return named
+    return [rank for rank in named if rank not in by_rank or _awaited(by_rank[rank]) != _awaited(worker)]
+
+
+def _awaited(worker: Seen) -> str:
+    """The thing alone, without the ranks it is awaited from: equal for all that wait in one collective."""
+    text = worker.waits_for or ""
+    found = _RANKS.search(text)
+    return text[: found.start()] if found else text
+
+
+def _wait(root: tuple[int, ...], waiting: list[Seen], by_rank: dict[int, Seen]) -> Finding:
+    lines = "; ".join(f"{w.name} waits for {w.waits_for}" for w in waiting)
+    subject = waiting[0].name if len(waiting) == 1 else f"{len(waiting)} ranks"
+    if not root:
+        return _unexplained(subject, lines, waiting)
+    if len(root) > 1:
+        circle = " and ".join(f"rank {rank}" for rank in root)
+        if min(by_rank[rank].seconds_in_phase for rank in root) < _CIRCLE:
+            return info(subject, "waits", lines, "a circle, but a young one: they were not asked at the same instant")
+        return error(
+            subject,
+            "ranks wait for each other",
+            lines,
+            f"{circle} wait in a circle, so none of them will ever go on",
+            "end the run, and keep the stacks below: transfers were launched in different orders on different ranks",
+        )
+    culprit = by_rank.get(root[0])
+    if culprit is None:
+        return warning(
+            subject,
+            "waits for a rank that is not here",
+            lines,
+            f"rank {root[0]} left no trace in this folder",
+            "see whether it started: its log, its host",
+        )
+    doing, level = _doing(culprit)
+    make = {Level.ERROR: error, Level.WARNING: warning}.get(level)
+    value = f"{lines}; {culprit.name} {doing}"
+    if make is None:
+        return info(subject, "waits", value)
+    return make(subject, "waits", value, f"{culprit.name} holds the others up", f"look at {culprit.name}")
+
+
+def _unexplained(subject: str, lines: str, waiting: list[Seen]) -> Finding:
+    longest = max(worker.seconds_in_phase for worker in waiting)
+    if longest < _LONG:
+        return info(subject, "waits", lines)
+    return warning(
+        subject,
+        "waits",
+        f"{lines}, for {longest:.0f} s",
+        "every rank that is named waits in the same thing, so it is the transfer itself that does not end",
+        "look at the network (NCCL_DEBUG=INFO at the next start) and at the ranks of other hosts",
+    )
+
+
+def _doing(worker: Seen) -> tuple[str, Level]:
+    """What a rank that others wait for does, and how bad that is."""
+    if worker.state != "answered":
+        words = {"gone": "is gone", "stopped": "is stopped", "silent": "does not answer", "ended": "has ended"}
+        return words.get(worker.state, f"runs on {worker.host}"), Level.ERROR if worker.state in words else Level.INFO
+    threads = worker.threads
+    lasting = f" for {worker.seconds_in_phase:.0f} s" if worker.seconds_in_phase >= 1 else ""
+    if stacks.deadlock(threads, ""):
+        return "is deadlocked between the compile lock and autograd (see below)", Level.ERROR
+    at_work = [finding.value for finding in stacks.compiling(threads, "") if finding.what == "compiling"]
+    if at_work:
+        warm = bool(_WARM.search(worker.phase))
+        return f"is compiling{lasting}: {at_work[0]}", Level.INFO if warm else Level.WARNING
+    where = next((t.own_code.place for t in threads if t.own_code and t.name == "MainThread"), "")
+    at = f", at {where}" if where else ""
+    level = Level.WARNING if worker.seconds_in_phase >= _LONG else Level.INFO
+    return f"is in phase {worker.phase}{lasting} (step {worker.step}){at}", level
+
+
+# -- what an answer itself shows -------------------------------------------------------------------------------------
+
+
+def _inside(worker: Seen) -> list[Finding]:
+    if worker.state != "answered":
+        return []
+    serious = [f for f in stacks.recognise(worker.threads, worker.name) if f.level >= Level.WARNING]
+    return [*_faults(worker), *_flag(worker), *serious, *_recompiles(worker)]
+
+
+def _faults(worker: Seen) -> list[Finding]:
+    parts = {name: part["fault"] for name, part in worker.answer.items() if isinstance(part, dict) and "fault" in part}
+    return [info(worker.name, f"its {name} could not be read", fault) for name, fault in parts.items()]
+
+
+def _flag(worker: Seen) -> list[Finding]:
+    """The FX flag outside a compilation: leaked, or set by a thread that traces."""
+    fx = worker.answer.get("fx") or {}
+    if not (fx.get("flag") or fx.get("patcher_left") or fx.get("module_call_patched")):
+        return []
+    by_itself = [t.name for t in worker.threads if t.find(stacks.is_tracing)]
+    if by_itself and not fx.get("leaked"):
+        return []  # its stacks tell that story
+    culprit = fx.get("culprit") or {}
+    who = (
+        f"set by thread {culprit['thread']!r} at {' <- '.join(culprit['stack'][:3])}"
+        if culprit
+        else "nobody traces now"
+    )
+    what = (
+        "the FX-tracing flag is set for good"
+        if fx.get("flag")
+        else "FX's patch of nn.Module.__call__ was left in place"
+    )
+    return [
+        error(
+            worker.name,
+            what,
+            who,
+            "every call of a compiled function in this process fails from now on",
+            "restart the worker; let one thread of a process trace, and never fork while it does",
+        )
+    ]
+
+
+def _recompiles(worker: Seen) -> list[Finding]:
+    dynamo = worker.answer.get("dynamo") or {}
+    again = dynamo.get("recompiles") or []
+    if not again:
+        return []
+    last = again[-1]
+    return [
+        warning(
+            worker.name,
+            "recompilations",
+            f"{len(again)}; the last: {last['function']} ({last['file']}:{last['line']}): {last['reason']}",
+            "each costs seconds, opens a window for FX races, and the eighth of a function makes it run eager",
+            "make the shape that changed a constant of the run",
+        )
+    ]
+
+
+def _all_well(workers: Sequence[Seen]) -> Finding:
+    steps = [worker.step for worker in workers if worker.step is not None]
+    span = (
+        f"step {min(steps)}"
+        if steps and min(steps) == max(steps)
+        else f"steps {min(steps)} to {max(steps)}"
+        if steps
+        else "no step yet"
+    )
+    phases = ", ".join(sorted({worker.phase for worker in workers if worker.state == "answered"})) or "none answers"
+    return ok("run", "nothing is wrong", f"{_count(workers)}; {span}; {phases}")
+
+
+def _count(workers: Sequence[Seen]) -> str:
+    answered = sum(worker.state == "answered" for worker in workers)
+    return f"{answered} of {len(workers)} workers answer"
