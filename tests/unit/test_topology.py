@@ -76,13 +76,17 @@ def test_drafters_run_equally_many_micro_batches(schedule: Schedule) -> None:
 
 @given(schedules)
 def test_evaluation_comes_at_its_steps_and_always_at_the_end(schedule: Schedule) -> None:
-    looks = {item.step for item in schedule.items() if item.kind == "held_out"}
-    expected = {schedule.stop} | {
+    looks = [phase.step for phase in schedule.phases() if phase.kind == "held_out"]
+    every = schedule.evaluate_every
+    expected = [0] if schedule.start == 0 else []
+    expected += [
         step
-        for step in range(schedule.start + 1, schedule.stop)
-        if schedule.evaluate_every and not step % schedule.evaluate_every
-    }
-    assert looks == (expected if schedule.held_out else set())
+        for step in range(schedule.start + 1, schedule.stop + 1)
+        if step == schedule.stop or (every and not step % every)
+    ]
+    if schedule.start >= schedule.stop:
+        expected = [schedule.start]
+    assert looks == (expected if schedule.held_out else [])
     numbers = [schedule.held_out_of(d) for d in range(schedule.topology.drafters)]
     assert sorted(sum(numbers, ())) == list(range(schedule.held_out))
 

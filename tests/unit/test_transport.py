@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from paceline.batches import EvaluationBatch, TokenBatch
 from paceline.pipeline.heartbeat import Heartbeat, read_beats
+from paceline.pipeline.process import World
 from paceline.pipeline.source import InProcessSource
 from paceline.pipeline.split import Link, SplitSource, serve_batches
 from paceline.pipeline.topology import Schedule, Topology
 from paceline.pipeline.transport import Exchange, InProcessTransport
 from paceline.pipeline.wire import Wire
-from paceline.pipeline.world import Connection, Groups, World
+from paceline.pipeline.world import Connection, Groups
 
 TOKENS, LAYERS, HIDDEN = 6, 2, 3
 WIRE = Wire(TOKENS, LAYERS, HIDDEN, torch.float32)
@@ -125,7 +126,7 @@ def _train(source: Any) -> list[tuple[str, int, float, bool]]:
     schedule: Schedule = source.schedule
     seen = []
     steps = range(schedule.start, schedule.stop)
-    if not steps and schedule.evaluates_after(schedule.stop):
+    if schedule.evaluates_first:
         seen += _evaluate(source)
     for step in steps:
         for batch in source.global_batch(step):

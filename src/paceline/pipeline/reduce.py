@@ -28,6 +28,20 @@ def gradient_reducer(groups: Groups) -> Callable[[Tensor], None] | None:
     return add_up
 
 
+def agreement_of_drafters(groups: Groups) -> Callable[[bool], bool] | None:
+    """Whether all drafters say yes, for the saving of checkpoints; None where there is one drafter."""
+    group = groups.drafters_cpu
+    if group is None:
+        return None
+
+    def agree(mine: bool) -> bool:
+        vote = torch.tensor([int(mine)])
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
+        return bool(vote.item())
+
+    return agree
+
+
 def gather_over_drafters(
     groups: Groups, topology: Topology, drafter: int
 ) -> Callable[[Sequence[Tensor], int], list[Tensor]]:

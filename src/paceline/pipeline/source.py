@@ -39,7 +39,7 @@ class FeatureSource(ABC):
         self.held_out: tuple[EvaluationBatch, ...] = tuple(stream.evaluation_batches())
         assert len(self.held_out) == schedule.held_out, "the schedule was made for other held-out batches"
         self._gather = gather
-        self._steps_done = min(schedule.start, schedule.stop)
+        self._steps_done = schedule.start
 
     @abstractmethod
     def global_batch(self, step: int) -> Iterator[FeatureBatch]:
@@ -47,7 +47,10 @@ class FeatureSource(ABC):
 
     @abstractmethod
     def evaluation(self) -> Iterator[tuple[EvaluationBatch, FeatureBatch]]:
-        """This drafter's share of the held-out batches; called exactly where `schedule.evaluates_after` says so."""
+        """This drafter's share of the held-out batches.
+
+        Called exactly where `schedule.evaluates_first` and `schedule.evaluates_after` say so.
+        """
 
     @abstractmethod
     def next_tokens(self) -> list[Tensor]:

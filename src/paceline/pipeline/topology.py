@@ -194,31 +194,36 @@ class Schedule:
         """⌈G/D⌉, the batches (empty ones counted) that each drafter runs in a step."""
         return -(-self.global_batch // self.topology.drafters)
 
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether held-out data is looked at before anything else: a new run, or one with no step left."""
+        return self.held_out > 0 and (self.start == 0 or self.start >= self.stop)
+
     def evaluates_after(self, steps_done: int) -> bool:
-        """Whether held-out data is looked at once this many optimiser steps are done."""
-        at_end = steps_done == self.stop
-        return self.held_out > 0 and (at_end or (self.evaluate_every > 0 and steps_done % self.evaluate_every == 0))
+        """Whether held-out data is looked at once a step has been taken and this many are done."""
+        every = self.evaluate_every
+        return self.held_out > 0 and (steps_done == self.stop or (every > 0 and steps_done % every == 0))
 
     def items(self) -> Iterator[Item]:
         """Every batch in the order in which it is made and used."""
         return (item for phase in self.phases() for item in phase.items)
 
     def phases(self) -> Iterator[Phase]:
-        """Steps and evaluations in order. A run with no step left only evaluates."""
-        if self.start >= self.stop:
-            yield from self._evaluation(self.stop)
+        """Steps and evaluations in order."""
+        if self.evaluates_first:
+            yield self._evaluation(self.start)
         for step in range(self.start, self.stop):
             yield Phase("train", step, tuple(self.step_items(step)))
-            yield from self._evaluation(step + 1)
+            if self.evaluates_after(step + 1):
+                yield self._evaluation(step + 1)
 
     def step_items(self, step: int) -> Iterator[Item]:
         first = step * self.global_batch
         return (Item("train", index, step) for index in range(first, first + self.global_batch))
 
-    def _evaluation(self, steps_done: int) -> Iterator[Phase]:
-        if self.evaluates_after(steps_done):
-            items = (Item("held_out", index, steps_done) for index in range(self.held_out))
-            yield Phase("held_out", steps_done, tuple(items))
+    def _evaluation(self, steps_done: int) -> Phase:
+        items = (Item("held_out", index, steps_done) for index in range(self.held_out))
+        return Phase("held_out", steps_done, tuple(items))
 
     def receives(self, drafter: int) -> Iterator[Receives]:
         """Phases as one drafter sees them; the rule of the launches is the one at the top of this file."""

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.pipeline.world import Groups, World
+from paceline.pipeline.process import World
+from paceline.pipeline.world import Groups
 
 
 class Pending(ABC):

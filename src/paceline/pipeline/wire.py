@@ -11,6 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from paceline.config import TopologyConfig
+from paceline.shapes import DrafterShape
+
 _FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = torch.finfo(_FLOAT8).max
 
@@ -29,6 +32,11 @@ class Wire:
     dtype: torch.dtype
     """The compute dtype, that the drafter receives."""
     form: Literal["same", "bfloat16", "float8"] = "same"
+
+    @staticmethod
+    def for_run(config: TopologyConfig, tokens: int, shape: DrafterShape, dtype: torch.dtype) -> Wire:
+        """The wire of a run whose target computes in `dtype`."""
+        return Wire(tokens, len(shape.layer_ids), shape.hidden_size, dtype, config.features)
 
     @property
     def width(self) -> int:

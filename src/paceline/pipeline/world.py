@@ -1,4 +1,4 @@
-"""The processes of one run: which one this is, how they meet, and the groups in which they talk.
+"""How the processes of a run meet, and the groups in which they talk.
 
 Everything that waits has a time-out of its own, and what times out names who did not come.
 """
@@ -17,50 +17,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import UserError
+from paceline.pipeline.process import World
 from paceline.pipeline.topology import Topology
 
 _PREFIX = "paceline"
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among those of the run."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    node: int = 0
-    attempt: int = 0
-    """How many times the world was restarted before."""
-    device: str = "cpu"
-    """The only device that this process uses: `cpu`, or `cuda:0`, since each process sees one GPU."""
-
-    @staticmethod
-    def from_environment(device: str) -> World:
-        """As torchrun, and our own launcher, tell their workers. Raises UserError when the variables are incomplete."""
-        return World(
-            rank=_number("RANK"),
-            size=_number("WORLD_SIZE"),
-            local_rank=_number("LOCAL_RANK"),
-            local_size=_number("LOCAL_WORLD_SIZE", 1),
-            node=_number("GROUP_RANK", 0),
-            attempt=_number("PACELINE_ATTEMPT", _number("TORCHELASTIC_RESTART_COUNT", 0)),
-            device=device,
-        )
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.size // self.local_size)
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise UserError(
-            f"{name} = {text!r} in the environment is not a number", "start with paceline train or torchrun"
-        )
-    return int(text)
+class LostPeer(UserError):
+    """Another rank did not come or went away: never the first failure, if another rank has one of its own."""
 
 
 class Connection:
@@ -97,7 +61,7 @@ class Connection:
             self._store.wait([key], timedelta(seconds=seconds))
         except dist.DistStoreError:
             ranks = ", ".join(map(str, missing()))
-            raise UserError(
+            raise LostPeer(
                 f"rank {ranks} of {self.world.size} did not come to {name!r} within {seconds:g} s",
                 "its own log says why; raise launch.collective_seconds if it was only slow",
             ) from None
@@ -184,7 +148,7 @@ def _cannot_meet(where: str, world: World, seconds: float, reason: str) -> UserE
             "end that process or set MASTER_PORT to a free port; paceline train alone chooses a free one itself",
         )
     short = reason.splitlines()[0] if reason else "no reason given"
-    return UserError(
+    return LostPeer(
         f"rank {world.rank} of {world.size} could not meet the others at {where} within {seconds:g} s ({short})",
         "check that rank 0 runs, that its address and port can be reached, and that every node was started",
     )

@@ -1,0 +1,61 @@
+"""Worlds: start them, join them, watch them, restart them.
+
+`run` is what `paceline train` calls. Where one process is enough it runs here; on a host with several GPUs it starts
+one worker each; under torchrun this process is already one rank of a larger world.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from paceline import config as configuration
+from paceline.config import Config
+from paceline.launch.places import visible_gpus, workers_wanted
+from paceline.launch.watch import Limits, Watcher
+from paceline.launch.worker import load_program, run_here
+from paceline.pipeline.process import World
+
+TRAINING = "paceline.training.loop:train"
+
+
+def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int:
+    """Run `program` on every process that `config.launch` and `config.topology` ask for; returns the exit code.
+
+    `program` is `module:function`, called as `function(config, world, resume) -> int` in each worker. Raises UserError
+    for what is wrong before any worker starts; a failure inside a worker of a local world is printed, with its log's
+    path, and gives 1, or 2 where the user can mend it.
+    """
+    run_folder = Path(config.run.folder) / config.run.name
+    if under_torchrun():
+        world = World.from_environment("cpu")
+        with _stall_watch(config, run_folder, world):
+            return run_here(config, world, run_folder, lambda: load_program(program), resume or world.attempt > 0)
+    workers = workers_wanted(config, visible_gpus())
+    if workers == 1:
+        return run_here(config, World(), run_folder, lambda: load_program(program), resume)
+    return _run_workers(config, run_folder, program, workers, resume)
+
+
+def under_torchrun() -> bool:
+    """Whether somebody else (torchrun, Slurm with its variables set) has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _run_workers(config: Config, run_folder: Path, program: str, workers: int, resume: bool) -> int:
+    from paceline.launch.local import LocalWorld, run_local  # noqa: PLC0415 - brings torch's elastic agent
+
+    path = run_folder / "launch.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(configuration.dump(config))
+    return run_local(LocalWorld(config, path, run_folder, program, workers, resume))
+
+
+def _stall_watch(config: Config, run_folder: Path, world: World) -> Watcher | nullcontext[None]:
+    """Where our own launcher does not watch, the first worker of each host does."""
+    if world.local_rank != 0:
+        return nullcontext()
+    return Watcher(run_folder, Limits.of(config), time.time(), lambda text: print(text, file=sys.stderr, flush=True))
