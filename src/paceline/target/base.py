@@ -5,7 +5,10 @@ S context tokens of a batch, K captured layers, H hidden size, F = K·H, V vocab
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +50,28 @@ class Target(ABC):
     def close_upper_layers(self) -> None:
         """Let go of everything after the last captured layer."""
 
+    def fingerprint(self) -> str:
+        """Identity of the weights and the captured layers: what kept features belong to."""
+        digest = hashlib.sha256(repr((replace(self.shape, name=""), self.layer_ids, self.dtype)).encode())
+        digest.update(checksum([self.ends.embedding_VH, self.ends.head_VH]))
+        return digest.hexdigest()
+
     @property
     def width(self) -> int:
         """F, the width of one token's feature."""
         return len(self.layer_ids) * self.shape.hidden_size
+
+
+def checksum(tensors: Iterable[Tensor]) -> bytes:
+    """Short digest of the bits of tensors, taken where they lie: two sums over all elements, exact in int64."""
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().flatten().view(_BITS[tensor.element_size()])
+        for part in bits.split(1 << 24):
+            whole = part.long()
+            places = torch.arange(1, len(part) + 1, device=part.device)
+            sums.append(torch.stack([whole.sum(), (whole * places).sum()]))
+    return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,6 +5,9 @@ S context tokens of a batch, K captured layers, H hidden size, F = K·H, V vocab
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.shapes import TargetShape
 from paceline.target import gguf
-from paceline.target.base import Target
+from paceline.target.base import Target, checksum
 from paceline.target.checks import check_target
 from paceline.target.describe import choose_layers, read_shape
 from paceline.target.ends import assemble, load_ends
@@ -41,6 +44,7 @@ class TransformersTarget(Target):
         self._model: Any | None = model
         self.decoder: nn.Module = model.get_decoder()
         self.layers = _layers(self.decoder, shape.name)
+        self._lower = nn.ModuleList(list(self.layers)[: layer_ids[-1] + 1])
         self._rope: dict[str, Any] = self._config.to_dict().get("rope_parameters") or {}
         self._buffer: Tensor | None = None
         for place, layer_id in enumerate(layer_ids):
@@ -96,7 +100,8 @@ class TransformersTarget(Target):
             out = torch.empty(len(batch.ids_S), self.width, dtype=self.dtype, device=self.device)
         self._buffer = out
         try:
-            self.hidden(batch)
+            with self._cut():
+                self.hidden(batch)
         finally:
             self._buffer = None
         return out
@@ -135,11 +140,25 @@ class TransformersTarget(Target):
 
     def close_upper_layers(self) -> None:
         """Drop the layers after the last captured one, the final norm and the model's own head."""
-        last = self.layer_ids[-1]
-        self.layers = nn.ModuleList(list(self.layers)[: last + 1])
-        self.decoder.layers = self.layers
+        self.layers = self._lower
+        self.decoder.layers = self._lower
         self.decoder.norm = nn.Identity()
         self._model = None
+
+    @contextlib.contextmanager
+    def _cut(self) -> Iterator[None]:
+        """The decoder without the layers above the last captured one and without its norm, for a while."""
+        whole, norm = self.decoder.layers, self.decoder.norm
+        self.decoder.layers, self.decoder.norm = self._lower, nn.Identity()
+        try:
+            yield
+        finally:
+            self.decoder.layers, self.decoder.norm = whole, norm
+
+    def fingerprint(self) -> str:
+        """Identity of every weight up to the last captured layer, and of what is captured."""
+        weights = checksum(self._lower.state_dict().values())
+        return hashlib.sha256(super().fingerprint().encode() + weights).hexdigest()
 
     def compile_layers(self) -> None:
         """Compile every kept layer by itself: one graph a layer kind and part, one shape, attention outside of it."""
