@@ -225,6 +225,8 @@ def _role(token_id: int, shape: TargetShape, tokenizer: PreTrainedTokenizerBase)
         return "beginning-of-sequence token"
     if token_id == tokenizer.pad_token_id:
         return "padding token"
+    if token_id == tokenizer.unk_token_id:
+        return "token for unknown text"
     if token_id >= len(tokenizer):
         return ""
     text = tokenizer.convert_ids_to_tokens(token_id)
