@@ -167,8 +167,8 @@ def test_receiving_early_without_the_common_window_would_deadlock() -> None:
     early = {d: [item for part in schedule.receives(d) for item in part.launches] for d in (0, 1)}
     assert early == {d: list(schedule.for_drafter(d)) for d in (0, 1)}
     second = Item("held_out", 1, 3)
-    by_phase = [second in part.launches for part in schedule.receives(1)]
-    assert by_phase.index(True) == 2  # not in phase 1, where drafter 1 used its first batch and had a buffer free
+    phase = next(part.phase for part in schedule.receives(1) if second in part.launches)
+    assert (phase.kind, phase.step) == ("train", 2)  # not in step 1, whose batch it uses, with a buffer free
 
 
 def test_assign_refuses_what_does_not_add_up() -> None:

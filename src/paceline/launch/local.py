@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from paceline.config import Config
 from paceline.launch.failures import Failure, clear_failures, ended_by, first_of, read_failures
@@ -149,7 +148,6 @@ def _explain(world: LocalWorld, watcher: Watcher, exit_codes: dict[int, int]) ->
         return watcher.stall
     beats = watcher.beats()
     written = {failure.rank: failure for failure in read_failures(world.run_folder)}
-    asked_to_end = {rank for rank, code in exit_codes.items() if code == -signal.SIGTERM}
     silent = [
         Failure(
             rank,
@@ -158,11 +156,11 @@ def _explain(world: LocalWorld, watcher: Watcher, exit_codes: dict[int, int]) ->
             ended_by(code),
         )
         for rank, code in exit_codes.items()
-        if code and rank not in written and rank not in watcher.killed and (rank not in asked_to_end or not written)
+        if code and rank not in written and rank not in watcher.killed
     ]
-    if asked_to_end != {failure.rank for failure in silent}:
-        silent = [failure for failure in silent if failure.rank not in asked_to_end]
-    found = [*written.values(), *silent]
+    # The agent ends the others by SIGTERM; only where nothing else happened did it come from outside.
+    by_themselves = [failure for failure in silent if exit_codes[failure.rank] != -signal.SIGTERM]
+    found = [*written.values(), *by_themselves] or silent
     first = first_of(found)
     if first.consequence and watcher.suspects:
         suspect = min(watcher.suspects.values(), key=lambda beat: beat.time)
@@ -196,6 +194,3 @@ def _follow(path: Path) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-
-
-Handler = int | signal.Handlers | None | FrameType

@@ -123,7 +123,7 @@ def join(world: World, seconds: float) -> Connection:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     limit = timedelta(seconds=seconds)
     try:
-        store = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
+        store = _open_store(world, limit)
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise _cannot_meet(where, world, seconds, str(error)) from None
     connection = Connection(world, dist.PrefixStore(f"{_PREFIX}/{world.attempt}", store), seconds)
@@ -139,6 +139,19 @@ def join(world: World, seconds: float) -> Connection:
         timeout=limit,
     )
     return connection
+
+
+def _open_store(world: World, limit: timedelta) -> dist.Store:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
+    # Without an agent rank 0 hosts it. It does not wait for the others here: the first barrier does, and names them.
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise UserError(
+            f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} do not say where rank 0 is",
+            "set both on every process, or start with paceline train or torchrun",
+        )
+    return dist.TCPStore(address, int(port), world.size, world.rank == 0, limit, wait_for_workers=False)
 
 
 def _cannot_meet(where: str, world: World, seconds: float, reason: str) -> UserError:
