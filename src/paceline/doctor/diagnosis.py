@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ _RANKS = re.compile(r"\branks?\s+(\d+(?:(?:\s*,\s*|\s+and\s+)\d+)*)")
 _WARM = re.compile(r"warm|compil|start|load", re.IGNORECASE)
 _CIRCLE = 5.0
 """Seconds after which ranks that wait for each other are not merely seen at different instants."""
+_NEAR_LIMIT = 5
 _LONG = 60.0
 """Seconds in one phase after which a wait is no longer the pipeline's usual breathing."""
 
@@ -206,10 +208,7 @@ def _root(worker: Seen, by_rank: dict[int, Seen]) -> tuple[int, ...]:
 
 def _blockers(worker: Seen, by_rank: dict[int, Seen]) -> list[int]:
     """Of the ranks that it waits for, those that hold it up: in a collective, the ones that are not in it too."""
-    named = _named_ranks(worker)
-    if len(named) < 2:
-        return named
-    return [rank for rank in named if rank not in by_rank or _awaited(by_rank[rank]) != _awaited(worker)]
+    return [rank for rank in _named_ranks(worker) if rank not in by_rank or _awaited(by_rank[rank]) != _awaited(worker)]
 
 
 def _awaited(worker: Seen) -> str:
@@ -290,7 +289,7 @@ def _doing(worker: Seen) -> tuple[str, Level]:
 def _inside(worker: Seen) -> list[Finding]:
     if worker.state != "answered":
         return []
-    serious = [f for f in stacks.recognise(worker.threads, worker.name) if f.level >= Level.WARNING]
+    serious = [f for f in stacks.recognise(worker.threads, worker.name) if f.level is Level.ERROR]
     return [*_faults(worker), *_flag(worker), *serious, *_recompiles(worker)]
 
 
@@ -305,8 +304,8 @@ def _flag(worker: Seen) -> list[Finding]:
     if not (fx.get("flag") or fx.get("patcher_left") or fx.get("module_call_patched")):
         return []
     by_itself = [t.name for t in worker.threads if t.find(stacks.is_tracing)]
-    if by_itself and not fx.get("leaked"):
-        return []  # its stacks tell that story
+    if not fx.get("leaked", not by_itself):
+        return []  # somebody traces now: its stacks tell that story
     culprit = fx.get("culprit") or {}
     who = (
         f"set by thread {culprit['thread']!r} at {' <- '.join(culprit['stack'][:3])}"
@@ -335,13 +334,17 @@ def _recompiles(worker: Seen) -> list[Finding]:
     if not again:
         return []
     last = again[-1]
+    most = max(Counter((one["file"], one["line"]) for one in again).values())
+    value = f"{len(again)}; the last: {last['function']} ({last['file']}:{last['line']}): {last['reason']}"
+    if most < _NEAR_LIMIT:
+        return [info(worker.name, "recompilations", value)]
     return [
         warning(
             worker.name,
             "recompilations",
-            f"{len(again)}; the last: {last['function']} ({last['file']}:{last['line']}): {last['reason']}",
-            "each costs seconds, opens a window for FX races, and the eighth of a function makes it run eager",
-            "make the shape that changed a constant of the run",
+            value,
+            f"one function was compiled {most + 1} times; past its limit (8, unless set) it runs eager",
+            "make the shape that changes a constant of the run",
         )
     ]
 

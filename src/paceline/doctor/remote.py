@@ -208,8 +208,9 @@ _SCRIPT = """\
 import sys
 sys.stdout.write({mark} + "\\n")
 sys.stdout.flush()
-import linecache
+import linecache, traceback
 sys.argv = {argv}
+sys.excepthook = lambda kind, fault, place: traceback.print_exception(kind, fault, place.tb_next or place)
 _text = {text}
 linecache.cache[{name}] = (len(_text), None, _text.splitlines(True), {name})
 __file__ = {name}

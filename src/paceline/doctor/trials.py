@@ -25,8 +25,8 @@ def _start(start: str, facts: dict[str, Any]) -> list[Finding]:
     what = "flex_attention forward and backward" if facts["backward"] else "flex_attention forward"
     value = (
         f"{what} on {facts['device']}: first call {seconds['first call']:.1f} s, "
-        f"second {seconds['second call']:.3f} s; torch imported in {seconds['import torch']:.1f} s; {facts['traces']} traces, "
-        f"{facts['hits']} cache hits, {facts['misses']} misses"
+        f"second {seconds['second call']:.3f} s; torch imported in {seconds['import torch']:.1f} s; "
+        f"{facts['traces']} traces, {facts['hits']} cache hits, {facts['misses']} misses"
     )
     found = [ok(COMPILE, start, value)]
     if not facts["largest_error"] <= _TOLERANCE:  # also when it is NaN

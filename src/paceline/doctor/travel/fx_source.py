@@ -57,11 +57,18 @@ def _check_in(source: str) -> tuple[str, list[dict[str, Any]]]:
     around = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If) and _PHRASE in ast.dump(node)]
     asking = [node for node in around if "fx" in ast.dump(node.test).lower()]
     for node in sorted(asking, key=lambda node: -node.lineno):
-        calls = [call for call in ast.walk(node.test) if isinstance(call, ast.Call) and "fx" in ast.dump(call.func)]
-        if calls:
-            name = ast.dump(calls[0].func).split("'")
-            return name[-4] if "attr=" in name[-3] else name[1], [{"line": node.lineno, "text": _text(source, node)}]
+        names = [name for call in ast.walk(node.test) if isinstance(call, ast.Call) and "fx" in (name := _called(call))]
+        if names:
+            return names[0], [{"line": node.lineno, "text": _text(source, node)}]
     return "", []
+
+
+def _called(call: ast.Call) -> str:
+    """The last part of the name that is called."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _function_in(source: str, name: str) -> tuple[str, list[dict[str, Any]]]:

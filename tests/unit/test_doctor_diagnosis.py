@@ -1,0 +1,174 @@
+"""From made-up answers of workers to what is wrong with a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.doctor.diagnosis import Seen, diagnose, seen_from
+from paceline.doctor.findings import Finding, Level
+
+NOW = 1000.0
+
+
+def worker(
+    rank: int, waits_for: str | None = None, phase: str = "train", seconds: float = 1.0, step: int = 412, **parts: Any
+) -> Seen:
+    status = {
+        "rank": rank,
+        "role": "drafter",
+        "step": step,
+        "phase": phase,
+        "waits_for": waits_for,
+        "batch": step,
+        "since": NOW - seconds,
+    }
+    return Seen(rank, "answered", NOW, host="a", pid=100 + rank, answer={"status": status, "threads": [], **parts})
+
+
+def absent(rank: int, state: Any, **known: Any) -> Seen:
+    return Seen(rank, state, NOW, host="a", pid=100 + rank, **known)
+
+
+def serious(*workers: Seen) -> list[Finding]:
+    return [finding for finding in diagnose(workers) if finding.level >= Level.WARNING]
+
+
+COMPILING = [
+    {
+        "name": "MainThread",
+        "thread_id": 1,
+        "os_thread_id": 1,
+        "frames": [
+            {"name": "_compile.<locals>._compile_inner", "file": "torch/_dynamo/convert_frame.py", "line": 1534},
+            {"name": "compile_wrapper", "file": "torch/_dynamo/eval_frame.py", "line": 1024},
+            {"name": "step", "file": "train.py", "line": 7},
+            {"name": "<module>", "file": "train.py", "line": 70},
+        ],
+    }
+]
+
+
+def test_nothing_is_wrong() -> None:
+    (found,) = diagnose([worker(0), worker(1, step=413)])
+    assert (found.level, found.value) == (Level.OK, "2 of 2 workers answer; steps 412 to 413; train")
+
+
+def test_an_empty_folder_is_an_error() -> None:
+    (found,) = diagnose([])
+    assert found.level is Level.ERROR
+    assert "runs/NAME" in found.remedy
+
+
+def test_the_rank_that_is_waited_for_is_compiling() -> None:
+    waiting = worker(6, "features of batch 412 from rank 2", seconds=12)
+    (found,) = serious(waiting, worker(2, seconds=12, threads=COMPILING))
+    assert found.value == (
+        "rank 6 waits for features of batch 412 from rank 2; rank 2 is compiling for 12 s: "
+        "MainThread compiles what step (train.py:7) calls"
+    )
+
+
+def test_compiling_in_the_warm_up_is_expected() -> None:
+    found = diagnose([worker(6, "the warm-up of rank 2"), worker(2, phase="warm-up", threads=COMPILING)])
+    assert [one.level for one in found] == [Level.OK, Level.INFO]
+
+
+def test_a_chain_of_waits_is_followed_to_its_end() -> None:
+    found = serious(
+        worker(5, "gradients from rank 4"),
+        worker(4, "features of batch 9 from rank 1"),
+        absent(1, "gone", heartbeat={"pid": 101, "step": 410, "phase": "train", "time": NOW - 35}),
+    )
+    gone, waits = found
+    assert gone.subject == "rank 1"
+    assert "last heard of 35 s ago at step 410 in phase train" in gone.value
+    assert waits.value.endswith("rank 1 is gone")
+    assert "rank 5 waits" in waits.value
+    assert "rank 4 waits" in waits.value
+
+
+def test_a_circle_of_waits_is_an_error_once_it_is_old() -> None:
+    def circle(seconds: float) -> list[Finding]:
+        first = worker(0, "a free buffer at rank 1", seconds=seconds)
+        return serious(first, worker(1, "features of batch 3 from rank 0", seconds=seconds))
+
+    assert circle(0.1) == []
+    (found,) = circle(30)
+    assert found.what == "ranks wait for each other"
+    assert "rank 0 and rank 1" in found.why
+
+
+def test_in_a_collective_the_one_that_has_not_come_is_named() -> None:
+    everyone = "all-reduce of step 412 with ranks 1, 2 and 3"
+    late = worker(3, seconds=90, phase="data")
+    (found,) = serious(worker(1, everyone, seconds=90), worker(2, everyone, seconds=90), late)
+    assert "rank 3 is in phase data for 90 s" in found.value
+    assert found.level is Level.WARNING
+
+
+def test_a_collective_that_all_have_come_to_and_that_does_not_end() -> None:
+    everyone = "all-reduce of step 412 with ranks 1 and 2"
+    (found,) = serious(worker(1, everyone, seconds=90), worker(2, everyone, seconds=80))
+    assert "the transfer itself" in found.why
+    assert serious(worker(1, everyone), worker(2, everyone)) == []
+
+
+def test_stopped_and_traced_workers() -> None:
+    (stopped,) = serious(absent(1, "stopped", letter="T"))
+    assert stopped.remedy == "kill -CONT 101"
+    (traced,) = serious(absent(1, "stopped", letter="t", traced_by=77))
+    assert traced.remedy == "end the debugger (pid 77)"
+
+
+def test_a_silent_worker_is_told_by_its_state() -> None:
+    (holds,) = serious(absent(1, "silent", letter="R", waited=5.0))
+    assert "holds the interpreter" in holds.why
+    assert "--pid 101" in holds.remedy
+    (kernel,) = serious(absent(1, "silent", letter="D", waited=5.0))
+    assert "waits in the kernel" in kernel.why
+
+
+def test_workers_of_another_host_are_no_fault() -> None:
+    found = diagnose([worker(0), Seen(1, "elsewhere", NOW, host="b", pid=5)])
+    assert [one.level for one in found] == [Level.OK, Level.INFO]
+    assert "ssh b" in found[1].remedy
+
+
+def test_a_leaked_flag_names_who_set_it() -> None:
+    culprit = {"thread": "loader", "stack": ["prefetch.py:9 fill", "prefetch.py:2 run"]}
+    (found,) = serious(worker(0, fx={"flag": True, "leaked": True, "culprit": culprit}))
+    assert found.level is Level.ERROR
+    assert "thread 'loader' at prefetch.py:9 fill" in found.value
+
+
+def test_a_flag_that_is_set_while_a_thread_traces_is_left_to_the_stacks() -> None:
+    assert serious(worker(0, fx={"flag": True, "leaked": False, "culprit": None})) == []
+
+
+def test_recompilations_near_the_limit_are_a_warning() -> None:
+    def again(count: int) -> Seen:
+        one = {"function": "attend", "file": "m.py", "line": 3, "reason": "size mismatch: 128, 256", "when": NOW}
+        return worker(0, dynamo={"recompiles": [one] * count})
+
+    assert serious(again(2)) == []
+    (found,) = serious(again(6))
+    assert "size mismatch" in found.value
+    assert "7 times" in found.why
+
+
+def test_a_part_that_could_not_be_read_is_said() -> None:
+    found = diagnose([worker(0, memory={"fault": "OSError: no"})])
+    assert [one.what for one in found if one.level is Level.INFO] == ["its memory could not be read"]
+
+
+def test_seen_from_keeps_what_the_traveller_found() -> None:
+    facts = {
+        "time": NOW,
+        "workers": [
+            {"rank": 3, "state": "stopped", "pid": 9, "host": "a", "heartbeat": None, "letter": "T", "waited": 2.0},
+            {"rank": 4, "state": "answered", "pid": 10, "host": "a", "heartbeat": None, "answer": {"time": NOW - 1}},
+        ],
+    }
+    stopped, answered = seen_from(facts)
+    assert (stopped.state, stopped.letter, stopped.now) == ("stopped", "T", NOW)
+    assert answered.now == NOW - 1
