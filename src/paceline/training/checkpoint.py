@@ -363,7 +363,8 @@ def _verify(file: Path, size: int, digest: str) -> None:
 def _tensors_of(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            # Copied out of the mapped file, which the next checkpoints may remove.
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as error:
         raise _Damage(f"{file.name} cannot be read ({error})") from None
 
