@@ -54,15 +54,17 @@ class Thread:
     @property
     def own_code(self) -> Frame | None:
         """The innermost frame that is neither torch's nor Python's library: where the user's code stands."""
-        return self.find(lambda frame: not _is_library(frame.file))
+        return self.find(lambda frame: not _is_library(frame))
 
 
-_LIBRARIES = ("torch/", "threading.py", "<frozen", "<string>", "concurrent/futures", "multiprocessing/", "queue.py")
+_LIBRARIES = ("torch/", "threading.py", "<frozen", "concurrent/futures", "multiprocessing/", "queue.py")
 
 
-def _is_library(file: str) -> bool:
-    inner = file.rsplit("site-packages/", maxsplit=1)[-1]
-    return inner.startswith(_LIBRARIES) or "/lib/python3" in file or inner in ("selectors.py", "socket.py")
+def _is_library(frame: Frame) -> bool:
+    inner = frame.file.rsplit("site-packages/", maxsplit=1)[-1]
+    generated = (frame.file, frame.short) == ("<string>", "<lambda>")  # torch's tracers write these
+    in_python = "/lib/python3" in frame.file or inner in ("selectors.py", "socket.py")
+    return generated or in_python or inner.startswith(_LIBRARIES)
 
 
 def parse(threads: Iterable[dict[str, Any]]) -> list[Thread]:

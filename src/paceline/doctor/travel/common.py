@@ -16,6 +16,7 @@ _INTERESTING = re.compile(
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|SIGNATURE|PRIVATE|COOKIE|DSN", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(\w[\w+.-]*://)[^/\s@]+@")
 _SECRET_PAIR = re.compile(r"((?:key|token|secret|passw\w*|auth|credential)[\w-]*[=:])\S+", re.IGNORECASE)
+_LONGEST_WORD = 200
 _SECRET_OPTION = re.compile(r"^--?[\w-]*(key|token(?!s)|secret|passw|auth|cred)[\w-]*$", re.IGNORECASE)
 
 
@@ -34,9 +35,14 @@ def masked(text: str) -> str:
 
 
 def masked_command(words: list[str]) -> list[str]:
-    """A command line whose secret options and pairs are masked."""
+    """A command line whose secret options and pairs are masked; of a word that is a program, the first line."""
     after_secret = [False, *(bool(_SECRET_OPTION.match(word)) for word in words)]
-    return ["***" if after_secret[i] else masked(word) for i, word in enumerate(words)]
+    return ["***" if after_secret[i] else _shortened(masked(word)) for i, word in enumerate(words)]
+
+
+def _shortened(word: str) -> str:
+    lines = word.strip().splitlines() or [""]
+    return lines[0][:_LONGEST_WORD] + (" …" if len(lines) > 1 or len(lines[0]) > _LONGEST_WORD else "")
 
 
 def read(path: str) -> str:
