@@ -1,0 +1,293 @@
+"""`paceline plan`: what a run will do and need, before any GPU is touched or any weight loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Config
+from paceline.errors import UserError
+from paceline.pipeline.auto import Choice, Prediction, Rates, choose, predict
+from paceline.pipeline.cost import (
+    GIB,
+    Sizes,
+    checkpoint_bytes,
+    drafter_bytes,
+    drafter_operations,
+    drafter_parameters,
+    target_bytes,
+    target_operations,
+    target_parameters,
+    wire_bytes,
+)
+from paceline.pipeline.topology import RECEIVE_BUFFERS, Role, Topology, assign
+from paceline.shapes import DrafterShape, TargetShape
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's published numbers, per second where a rate: dense bf16 operations, bytes to a neighbour one way."""
+
+    name: str
+    memory: float
+    flops: float
+    memory_rate: float
+    link_rate: float
+
+
+_GPUS = {
+    "H200": Gpu("H200", 141e9, 989e12, 4.8e12, 450e9),
+    "H100": Gpu("H100", 80e9, 989e12, 3.35e12, 450e9),
+    "H20": Gpu("H20", 96e9, 148e12, 4.0e12, 450e9),
+    "A100": Gpu("A100", 80e9, 312e12, 2.0e12, 300e9),
+    "B200": Gpu("B200", 180e9, 2250e12, 8.0e12, 900e9),
+    "L40S": Gpu("L40S", 48e9, 362e12, 0.864e12, 32e9),
+    "RTX 4090": Gpu("RTX 4090", 24e9, 165e12, 1.008e12, 32e9),
+    "RTX 5090": Gpu("RTX 5090", 32e9, 209e12, 1.79e12, 64e9),
+}
+_RESERVE = 2 * GIB
+"""For the CUDA context, kernels and NCCL."""
+_SHARE_OF_PEAK = 0.45
+"""Of the published peak, where no record says better."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part, and what fills its device: bytes by what holds them."""
+
+    role: Role
+    memory: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `paceline plan` prints."""
+
+    sizes: Sizes
+    gpu: Gpu
+    topology: Topology
+    ranks: tuple[RankPlan, ...]
+    prediction: Prediction
+    choice: Choice | None
+    """The table, where the topology was chosen here."""
+    basis: tuple[str, ...]
+    """Where the predicted times come from."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """By a part of its name, as nvidia-smi or people write it. Raises UserError that lists the known ones."""
+    for key in sorted(_GPUS, key=len, reverse=True):
+        if key.lower().replace(" ", "") in name.lower().replace(" ", ""):
+            return _GPUS[key]
+    raise UserError(f"GPU {name!r} is not in the table of published numbers", f"known: {', '.join(_GPUS)}")
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Benchmark records (JSON objects with a `kind`) of a folder; other files are passed over."""
+    records = []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict) and "kind" in record:
+            records.append({**record, "file": path.name})
+    return records
+
+
+def make_plan(
+    config: Config,
+    target: TargetShape,
+    drafter: DrafterShape,
+    world: int,
+    gpu: str,
+    records: Sequence[dict[str, Any]] = (),
+) -> Plan:
+    """Roles, memory, traffic and rate of a run on `world` GPUs of a kind, from shapes and published numbers alone.
+
+    Raises UserError when the roles do not add up, or when something cannot fit: it says what, where and by how much.
+    """
+    device = find_gpu(gpu)
+    sizes = Sizes(config, target, drafter)
+    rates, basis = _rates(sizes, device, records)
+    global_batch = config.training.global_batch
+    choice = None
+    if config.topology.kind == "auto":
+        choice = choose(world, rates, global_batch, config.target.tensor_parallel)
+        topology = choice.best.topology
+    else:
+        topology = assign(config.topology, world, config.target.tensor_parallel)
+    ranks = tuple(RankPlan(role, _memory_of(sizes, topology, role)) for role in topology.roles())
+    _refuse_what_cannot_fit(ranks, device)
+    return Plan(sizes, device, topology, ranks, predict(topology, rates, global_batch), choice, basis)
+
+
+def _memory_of(sizes: Sizes, topology: Topology, role: Role) -> dict[str, int]:
+    colocated = topology.kind == "colocated"
+    memory: dict[str, int] = {}
+    if role.target is not None:
+        buffers = 0 if role.shard else topology.send_buffers
+        memory |= _prefixed("target", target_bytes(sizes, 1 if colocated else buffers))
+    if role.drafter is not None:
+        parts = drafter_bytes(sizes, 0 if colocated else RECEIVE_BUFFERS, topology.drafters)
+        if colocated:
+            # The target holds the embedding and the head already.
+            del parts["embedding and head"]
+        memory |= _prefixed("drafter", parts)
+    return memory
+
+
+def _prefixed(part: str, memory: dict[str, int]) -> dict[str, int]:
+    return {f"{part}: {name}": size for name, size in memory.items() if size}
+
+
+def _room(gpu: Gpu) -> int:
+    return int(gpu.memory) - _RESERVE
+
+
+def _refuse_what_cannot_fit(ranks: Sequence[RankPlan], gpu: Gpu) -> None:
+    fullest = max(ranks, key=lambda rank: rank.total)
+    short = fullest.total - _room(gpu)
+    if short <= 0:
+        return
+    largest = max(fullest.memory, key=lambda name: fullest.memory[name])
+    raise UserError(
+        f"rank {fullest.role.rank} ({fullest.role.name}) needs {fullest.total / GIB:.1f} GiB and {gpu.name} offers "
+        f"{_room(gpu) / GIB:.1f}: {short / GIB:.1f} GiB short; most of it is {largest} "
+        f"({fullest.memory[largest] / GIB:.1f} GiB)",
+        "split target and drafter (topology.kind = 'split'), lower training.tokens or anchors, set training.recompute, "
+        "target.weights = 'float8', or shard the target (target.tensor_parallel)",
+    )
+
+
+# --- times ---------------------------------------------------------------------------------------------------------
+
+
+def _rates(sizes: Sizes, gpu: Gpu, records: Sequence[dict[str, Any]]) -> tuple[Rates, tuple[str, ...]]:
+    target, target_basis = _seconds("target", "target forward", target_operations(sizes), gpu, records)
+    drafter, drafter_basis = _seconds("drafter", "drafter step", drafter_operations(sizes), gpu, records)
+    shards = sizes.config.target.tensor_parallel
+    parameters = drafter_parameters(sizes)
+    topology = Topology("split", 1, 1, shards)
+    alone = Topology("colocated", 1, 1)
+    rates = Rates(
+        target_seconds=target / shards,
+        drafter_seconds=drafter,
+        # Masters, two moments, gradient and weights are read and written once.
+        optimizer_seconds=parameters * 30 / gpu.memory_rate,
+        colocated_seconds=target + drafter,
+        all_reduce_seconds=parameters * 4 / (0.7 * gpu.link_rate),
+        transfer_seconds=wire_bytes(sizes) / (0.7 * gpu.link_rate),
+        target_bytes=sum(_memory_of(sizes, topology, topology.role(1)).values()),
+        drafter_bytes=sum(_memory_of(sizes, topology, topology.role(0)).values()),
+        colocated_bytes=sum(_memory_of(sizes, alone, alone.role(0)).values()),
+        device_bytes=_room(gpu),
+    )
+    return rates, (target_basis, drafter_basis, "links and memory: 70 % and 100 % of their published rates")
+
+
+def _seconds(part: str, kind: str, operations: float, gpu: Gpu, records: Sequence[dict[str, Any]]) -> tuple[float, str]:
+    """Seconds of a batch, and where that comes from: the record with the nearest amount of work, or counting."""
+    known = [record for record in records if _fits_record(record, kind, gpu)]
+    if known:
+        nearest = min(known, key=lambda record: abs(record["operations"]["total"] / operations - 1))
+        rate = nearest["operations"]["total"] / nearest["step_seconds"]
+        return operations / rate, f"{part}: {rate / 1e12:.0f} TFLOP/s, as recorded in {nearest['file']}"
+    rate = _SHARE_OF_PEAK * gpu.flops
+    return operations / rate, (
+        f"{part}: no record for {gpu.name}; counted operations at {_SHARE_OF_PEAK:.0%} of its published peak "
+        f"({gpu.flops / 1e12:.0f} TFLOP/s in bf16)"
+    )
+
+
+def _fits_record(record: dict[str, Any], kind: str, gpu: Gpu) -> bool:
+    if record.get("kind") != kind or "step_seconds" not in record or "operations" not in record:
+        return False
+    device = str(record.get("machine", {}).get("device", ""))
+    return any(gpu == known for name, known in _GPUS.items() if name in device)
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+def render(plan: Plan) -> str:
+    """The plan as text."""
+    return "\n".join([*_heading(plan), "", *_roles(plan), "", *_traffic(plan), "", *_speed(plan)])
+
+
+def _heading(plan: Plan) -> list[str]:
+    sizes, training = plan.sizes, plan.sizes.config.training
+    return [
+        f"{plan.topology} on {plan.topology.world} × {plan.gpu.name}",
+        f"target {sizes.target.name}: {target_parameters(sizes) / 1e9:.2f} B weights, layers "
+        f"{list(sizes.drafter.layer_ids)} of {sizes.target.layers} captured",
+        f"drafter: {drafter_parameters(sizes) / 1e6:.0f} M weights, {sizes.drafter.layers} layers, "
+        f"block {sizes.drafter.block_size}",
+        f"batch: {training.tokens} tokens, {training.anchors} anchors; {training.global_batch} of them a step "
+        f"({training.tokens * training.global_batch:,} tokens)",
+    ]
+
+
+def _roles(plan: Plan) -> list[str]:
+    """One line for ranks that do the same, with their memory (an estimate) by what holds it."""
+    lines = [f"memory of each rank (estimated; {plan.gpu.name} offers {_room(plan.gpu) / GIB:.1f} GiB)"]
+    done: set[tuple[str, int]] = set()
+    for rank in plan.ranks:
+        kind = (rank.role.name.split()[0], rank.total)
+        if kind in done:
+            continue
+        done.add(kind)
+        alike = [other.role.rank for other in plan.ranks if (other.role.name.split()[0], other.total) == kind]
+        lines.append(f"  {_span(alike)}  {kind[0]}  {rank.total / GIB:.1f} GiB")
+        lines += [f"      {size / GIB:8.2f}  {name}" for name, size in rank.memory.items()]
+    return lines
+
+
+def _span(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _traffic(plan: Plan) -> list[str]:
+    config, topology, sizes = plan.sizes.config, plan.topology, plan.sizes
+    lines = []
+    if topology.kind == "split":
+        each = wire_bytes(sizes)
+        rate = plan.prediction.batches_per_second
+        lines += [
+            "schedule: batch i is made by target i mod "
+            f"{topology.targets} and used by drafter i mod {topology.drafters}; "
+            f"{topology.send_buffers} send and {RECEIVE_BUFFERS} receive buffers of {each / GIB:.2f} GiB",
+            f"features: {each / sizes.tokens:,.0f} bytes a token; {rate * each / topology.targets / 1e9:.2f} GB/s out "
+            f"of each target, {rate * each / topology.drafters / 1e9:.2f} GB/s into each drafter "
+            f"(a link carries {plan.gpu.link_rate / 1e9:.0f})",
+        ]
+    else:
+        lines.append(f"schedule: batch i is made and used by worker i mod {topology.drafters}; no feature travels")
+    size = checkpoint_bytes(sizes)
+    return [
+        *lines,
+        f"gradients: {drafter_parameters(sizes) * 4 / 1e9:.2f} GB reduced over {topology.drafters} ranks a step",
+        f"checkpoints: {size / GIB:.2f} GiB each, {config.checkpoint.keep} kept and one being written: "
+        f"{size * (config.checkpoint.keep + 1) / GIB:.2f} GiB of disk",
+    ]
+
+
+def _speed(plan: Plan) -> list[str]:
+    prediction, training = plan.prediction, plan.sizes.config.training
+    lines = [
+        f"predicted: {prediction.batches_per_second * training.tokens:,.0f} tokens/s, "
+        f"{prediction.step_seconds:.3f} s a step; {prediction.limit} set the pace"
+    ]
+    if plan.topology.kind == "split":
+        lines.append(f"idle: targets {prediction.target_idle:.0%}, drafters {prediction.drafter_idle:.0%}")
+    lines += [f"  {basis}" for basis in plan.basis]
+    if plan.choice is not None:
+        lines += ["", plan.choice.render(training.tokens)]
+    return lines

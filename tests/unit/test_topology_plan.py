@@ -1,0 +1,152 @@
+"""The plan: numbers that were worked out by hand for Qwen3-8B, records that are used, and what cannot fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.config import CheckpointConfig, Config, DataConfig, TargetConfig, TopologyConfig, TrainingConfig
+from paceline.errors import UserError
+from paceline.pipeline.cost import (
+    GIB,
+    Sizes,
+    checkpoint_bytes,
+    drafter_operations,
+    drafter_parameters,
+    target_parameters,
+    wire_bytes,
+)
+from paceline.pipeline.plan import find_gpu, make_plan, read_records, render
+from paceline.shapes import DrafterShape, TargetShape
+
+QWEN = TargetShape(
+    name="Qwen3-8B",
+    model_type="qwen3",
+    hidden_size=4096,
+    layers=36,
+    vocabulary=151_936,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate_size=12_288,
+    rms_eps=1e-6,
+    rope={"rope_type": "default", "rope_theta": 1e6},
+    max_positions=40_960,
+    tied=False,
+    bos_ids=(151_643,),
+    eos_ids=(151_645,),
+)
+DRAFTER = DrafterShape(
+    hidden_size=4096,
+    intermediate_size=12_288,
+    layers=5,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    layer_ids=(1, 9, 17, 25, 33),
+    block_size=16,
+    mask_token_id=151_669,
+    vocabulary=151_936,
+    target_layers=36,
+)
+CONFIG = Config(
+    data=DataConfig(max_tokens=4096),
+    training=TrainingConfig(tokens=8192, anchors=1024, global_batch=8),
+    checkpoint=CheckpointConfig(keep=2),
+)
+
+
+def test_counted_sizes_of_qwen3_8b() -> None:
+    sizes = Sizes(CONFIG, QWEN, DRAFTER)
+    assert target_parameters(sizes) == pytest.approx(8.19e9, rel=0.01)
+    assert wire_bytes(sizes) / 8192 == 40_960
+    # 5 layers of 193 M and a fusion of 84 M.
+    assert drafter_parameters(sizes) == pytest.approx(1.049e9, rel=0.005)
+    assert checkpoint_bytes(sizes) == 12 * drafter_parameters(sizes)
+    # Two documents of 4,096 tokens with 512 anchors each are 147.6 TFLOP.
+    assert drafter_operations(sizes) == pytest.approx(147.6e12, rel=0.05)
+
+
+def test_parameters_of_the_drafter_are_those_of_the_network() -> None:
+    import torch
+
+    from paceline.drafter.model import Drafter
+
+    with torch.device("meta"):
+        network = Drafter(DRAFTER)
+    counted = drafter_parameters(Sizes(CONFIG, QWEN, DRAFTER))
+    assert counted == sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_a_split_plan_names_roles_memory_and_traffic() -> None:
+    config = replace(CONFIG, topology=TopologyConfig(kind="split", targets=5, drafters=3))
+    plan = make_plan(config, QWEN, DRAFTER, 8, "NVIDIA H200")
+    assert [rank.role.name for rank in plan.ranks][2:4] == ["drafter 2", "target 0"]
+    assert all(0 < rank.total < 130 * GIB for rank in plan.ranks)
+    text = render(plan)
+    assert "split 5 targets + 3 drafters on 8 × H200" in text
+    assert "40,960 bytes a token" in text
+    assert "ranks 0-2  drafter" in text
+    assert "ranks 3-7  target" in text
+    assert "counted operations at 45% of its published peak" in text
+
+
+def test_a_record_of_the_same_gpu_sets_the_rate(tmp_path: Path) -> None:
+    record = {
+        "kind": "drafter step",
+        "machine": {"device": "NVIDIA H200"},
+        "operations": {"total": 100e12},
+        "step_seconds": 0.2,
+    }
+    (tmp_path / "h200.json").write_text(json.dumps(record))
+    (tmp_path / "other.json").write_text(
+        json.dumps({**record, "machine": {"device": "NVIDIA H100"}, "step_seconds": 9})
+    )
+    (tmp_path / "broken.json").write_text("{")
+    records = read_records(tmp_path)
+    assert len(records) == 2
+    plan = make_plan(CONFIG, QWEN, DRAFTER, 8, "H200", records)
+    assert "drafter: 500 TFLOP/s, as recorded in h200.json" in plan.basis
+    assert "target: no record for H200" in plan.basis[0]
+
+
+def test_auto_prints_the_table_that_it_chose_from() -> None:
+    config = replace(CONFIG, topology=TopologyConfig(kind="auto"))
+    plan = make_plan(config, QWEN, DRAFTER, 8, "H200")
+    text = render(plan)
+    assert text.count("split ") == 7
+    assert text.count("<- chosen") == 1
+
+
+def test_what_cannot_fit_is_refused_by_how_much() -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(CONFIG, QWEN, DRAFTER, 1, "RTX 4090")
+    assert "rank 0 (worker 0) needs" in caught.value.what
+    assert "GiB short; most of it is" in caught.value.what
+    large = replace(QWEN, parameters=235 * 10**9)
+    split = replace(CONFIG, topology=TopologyConfig(kind="split", targets=4, drafters=4))
+    with pytest.raises(UserError, match="most of it is target: weights"):
+        make_plan(split, large, DRAFTER, 8, "H200")
+    sharded = replace(
+        split,
+        target=TargetConfig(tensor_parallel=4),
+        topology=TopologyConfig(kind="split", targets=1, drafters=4),
+    )
+    assert make_plan(sharded, large, DRAFTER, 8, "H200").topology.world == 8
+
+
+def test_unknown_gpus_are_refused_with_those_known() -> None:
+    assert find_gpu("nvidia geforce rtx4090").name == "RTX 4090"
+    assert find_gpu("NVIDIA H200 NVL").name == "H200"
+    with pytest.raises(UserError, match="not in the table"):
+        find_gpu("TPU v5p")
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, paceline.pipeline.plan, paceline.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
