@@ -150,7 +150,9 @@ class CompileCache:
         for unit in {_unit(found.path) for found in damages}:
             _remove(self.folder / unit)
         (self.folder / MANIFEST).unlink(missing_ok=True)
-        words = f"removed {_count(len(damages), 'damaged entry', 'damaged entries')} ({damages[0]}), compiling anew"
+        words = (
+            f"removed {_count(len(damages), 'damaged entry', 'damaged entries')} ({_first(damages)}), compiling anew"
+        )
         return Repair(condition, damages, f"compile cache {self.folder}: {words}")
 
     def finish(self, parts: Collection[str], seconds: float) -> None:
@@ -178,7 +180,7 @@ class CompileCache:
         for folder in self.compiled:
             _remove(folder)
             folder.mkdir(parents=True)
-        removed = f"removed its {_count(len(files), 'file')}, for {damages[0]}; compiling anew"
+        removed = f"removed its {_count(len(files), 'file')}, for {_first(damages)}; compiling anew"
         return Repair("unfinished", damages, f"{start}; {removed}")
 
     def _files(self) -> Iterator[Path]:
@@ -269,3 +271,8 @@ def _remove(path: Path) -> None:
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _first(damages: list[Damage], most: int = 3) -> str:
+    rest = f", and {len(damages) - most} more" if len(damages) > most else ""
+    return ", ".join(map(str, damages[:most])) + rest

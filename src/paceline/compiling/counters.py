@@ -43,8 +43,8 @@ class Counters:
 
     @property
     def loaded(self) -> int:
-        """Graphs whose code came from the cache: whole by the autograd cache's key, or one by one."""
-        return self.autograd_cache_hit + self.fxgraph_cache_hit
+        """Graphs whose code came from the cache. An entry of the autograd cache may bring its graphs with it."""
+        return max(self.autograd_cache_hit, self.fxgraph_cache_hit)
 
     def __sub__(self, earlier: Counters) -> Counters:
         before = asdict(earlier)

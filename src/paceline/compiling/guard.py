@@ -46,6 +46,8 @@ PHRASE = "using FX to symbolically trace"
 
 _TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
+_WRAPPERS = ("eval_frame.py", "torch/_compile.py")
+"""Frames between any two others: they say nothing."""
 _ENV_NAME = "_set_compilation_env"
 
 _torch_names: dict[str, Any] = vars(symbolic_trace)
@@ -332,7 +334,7 @@ def short_stack(frame: FrameType | None, user_frames: int = 6, torch_frames: int
     while frame is not None and len(own) < user_frames:
         code = frame.f_code
         if code.co_filename.startswith(_TORCH_FOLDER):
-            if len(torchs) < torch_frames and not code.co_filename.endswith("eval_frame.py"):
+            if len(torchs) < torch_frames and not code.co_filename.endswith(_WRAPPERS):
                 torchs.append(_place(code, frame.f_lineno))
         elif not _is_plumbing(code):
             own.append(_place(code, frame.f_lineno))
@@ -402,7 +404,7 @@ def _verdict(now: GuardState) -> tuple[str, str]:
     if now.leaked:
         return (
             f"nobody is tracing, the mark was left behind for good ({_marks(now)}); "
-            "this happens when traces of two threads overlap",
+            "this happens when traces of two threads overlap, or a process is forked during one",
             f"this process cannot be saved: restart it. Then {_SPAWN}",
         )
     if culprit and culprit.ended is None and culprit.thread_id == threading.get_ident():

@@ -210,10 +210,11 @@ def _run(part: WarmPart, clock: _Clock) -> PartReport:
 def _meet(barrier: Barrier, phase: str, cache: CompileCache) -> None:
     try:
         barrier(phase)
-    except (RuntimeError, OSError, ValueError) as error:
-        who = cache.holder() or "nobody"
+    except (RuntimeError, OSError, UserError) as error:
+        reason = error.what if isinstance(error, UserError) else str(error)
         raise UserError(
-            f"the workers did not meet at {phase!r}: {error}; the compile cache's lock is held by {who}",
+            f"the workers did not meet at {phase!r}: {reason}; the compile cache's lock is held by "
+            f"{cache.holder() or 'nobody'}",
             "look at the worker that is missing (paceline doctor RUN_DIR), or raise compiling.warmup_seconds",
         ) from error
 
