@@ -47,7 +47,8 @@ class TokenBatch:
     weights_AB: Tensor
     """float32 [A, B], exp(-(j-1)/gamma) for slots that count, else 0; slot 0 is always 0."""
     documents: tuple[int, ...] = ()
-    """Corpus numbers of the packed documents, in row order (empty for synthetic batches)."""
+    """Corpus numbers of the packed documents, in row order (empty for synthetic batches); held-out document n is
+    -1 - n, so that no cache takes one for a training document."""
     bounds: tuple[int, ...] = ()
     """Row places where the documents start, and the end of the last: len(documents) + 1 numbers."""
 

@@ -112,6 +112,8 @@ class TrainingConfig:
     weighting: Literal["decay", "dpace"] = "decay"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     matmul: Literal["same", "float8"] = "same"
+    vocabulary: Literal["full", "data"] = "full"
+    """`data` takes the loss over the tokens that occur in the training data only: cheaper where the head dominates."""
     head_chunk: int = 0
     """Rows of logits held at once by the loss; 0 chooses."""
     recompute: bool = False

@@ -11,6 +11,7 @@ including the first slot whose token is unsupervised or of another document. S, 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
@@ -179,6 +180,7 @@ class Stream:
         batches = []
         for index, row in enumerate(rows):
             tokens = self._assemble(index, self.held_out, [_Chosen(item.document, item.anchors) for item in row])
+            tokens = dataclasses.replace(tokens, documents=tuple(-1 - document for document in tokens.documents))
             numbers = np.concatenate([item.numbers for item in row])
             padded = np.full(self.shape.anchors, -1, np.int64)
             padded[: len(numbers)] = numbers

@@ -1,0 +1,164 @@
+"""Everything that a worker will run, run once before step 0; then compiling is an error.
+
+The parts are the real modules on the run's own shapes: a training step (forward, backward, optimiser), an evaluation
+(other gradient mode, so other graphs), the target's forward. Their state is put back bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from paceline.batches import BatchShape, FeatureBatch, TokenBatch
+from paceline.compiling import fingerprint, guard
+from paceline.compiling.cache import CompileCache, last_warmup_seconds
+from paceline.compiling.forbid import Forbidden, dense_flex_raises, forbid
+from paceline.compiling.places import chosen_root
+from paceline.compiling.warmup import Role, WarmPart, warm_up
+from paceline.drafter.objective import Objective
+from paceline.errors import UserError
+from paceline.target.base import Target
+from paceline.training.parts import Learner
+from paceline.training.run import Run
+
+_CHECKED_BLOCKS = 16
+_TOLERANCE = 5e-2
+"""Of the norm, between two attention kernels in bfloat16; a wrong mask is off by tens of per cent."""
+
+
+class Watch:
+    """Looks, between steps, for what must not happen: a leaked tracing flag, a compilation. Costs microseconds."""
+
+    def __init__(self, forbidden: Forbidden | None) -> None:
+        self._forbidden = forbidden
+
+    def check(self, step: int) -> None:
+        guard.check(f"step {step}")
+        if self._forbidden is not None:
+            self._forbidden.check(f"step {step}")
+
+    def explain(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Wrap a step in this: torch's errors about tracing and recompiling come out explained."""
+        return guard.explain(f"step {step}") if self._forbidden is None else self._forbidden.explain(f"step {step}")
+
+
+def open_cache(run: Run) -> CompileCache:
+    """Point the compilers at this machine's cache; say what changed since the run's last start."""
+    root = chosen_root(run.config.compiling.cache)
+    now = fingerprint.take(flags={"matmul": run.config.training.matmul})
+    cache = CompileCache(root, now)
+    cache.activate()
+    change = fingerprint.announce_change(fingerprint.previous(run.folder), now, last_warmup_seconds(root))
+    if change:
+        run.say(change)
+    if run.world.rank == 0:
+        fingerprint.remember(run.folder, now)
+    return cache
+
+
+def warm_worker(run: Run, learner: Learner | None, target: Target | None) -> Watch:
+    """The warm-up phase of this worker; every rank calls it."""
+    guard.install()
+    if not run.compiles:
+        run.connection.barrier("warm-up", run.config.compiling.warmup_seconds)
+        return Watch(None)
+    cache = open_cache(run)
+    tokens = run.stream.batch(0).to(run.device)
+    expected = None if learner is None else _dense_hidden(learner, tokens, run)
+    if learner is not None:
+        learner.objective.compile()
+    run.heartbeat.beat("warm-up", run.schedule.start)
+    report = warm_up(
+        _parts(run, learner, target, tokens),
+        cache,
+        Role(_leads(run), f"rank {run.world.rank}", run.config.compiling.warmup_seconds),
+        lambda name: run.connection.barrier(name, run.config.compiling.warmup_seconds),
+        lambda phase: run.say(str(phase)),
+    )
+    for warning in report.warnings:
+        print(f"rank {run.world.rank}: {warning}", flush=True)
+    if learner is not None and expected is not None:
+        _compare(learner, tokens, expected, run)
+    dense_flex_raises()
+    return Watch(forbid())
+
+
+def _leads(run: Run) -> bool:
+    """The first worker of each part on each host compiles for the others of its kind."""
+    if run.world.local_rank == 0:
+        return True
+    role = run.role
+    before = [run.topology.role(rank) for rank in range(run.world.rank - run.world.local_rank, run.world.rank)]
+    return not any((other.drafter is None) == (role.drafter is None) for other in before)
+
+
+def _parts(run: Run, learner: Learner | None, target: Target | None, tokens: TokenBatch) -> list[WarmPart]:
+    parts = []
+    signature = f"{run.setup.batch}"
+    if target is not None:
+        parts.append(WarmPart("target forward", lambda: _discard(target.features(tokens)), (), signature))
+    if learner is not None:
+        batch = FeatureBatch(tokens, _noise(run))
+        state = (learner.drafter, learner.optimizer)
+        parts.append(WarmPart("training step", lambda: _one_step(learner, batch), state, signature))
+        parts.append(WarmPart("evaluation", lambda: _discard(learner.objective.accepts(batch)), (), signature))
+    return parts
+
+
+def _one_step(learner: Learner, batch: FeatureBatch) -> None:
+    sums = learner.objective.sums(batch)
+    sums.loss.backward()
+    learner.optimizer.accumulate()
+    learner.optimizer.step(sums.weight)
+
+
+def _discard(_: Tensor) -> None:
+    """The warm-up wants what a call compiles, not what it gives."""
+
+
+def _noise(run: Run) -> Tensor:
+    """Features of unit size, [S, F]."""
+    generator = torch.Generator(run.device).manual_seed(run.config.run.seed)
+    shape = (run.setup.batch.tokens, run.setup.drafter.features)
+    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
+    return torch.randn(shape, device=run.device, dtype=dtype, generator=generator)
+
+
+# --- fast attention against the dense oracle ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _dense_hidden(learner: Learner, tokens: TokenBatch, run: Run) -> Tensor | None:
+    """A few blocks through the uncompiled dense path: blocks do not see each other, so they can be taken alone."""
+    chosen = _chosen(run.setup.batch)
+    shape = dataclasses.replace(run.setup.batch, anchors=len(chosen))
+    few = dataclasses.replace(
+        tokens,
+        anchors_A=tokens.anchors_A[chosen],
+        starts_A=tokens.starts_A[chosen],
+        labels_AB=tokens.labels_AB[chosen],
+        weights_AB=tokens.weights_AB[chosen],
+    )
+    dense = Objective(learner.drafter, learner.objective.ends, shape, run.config.training, "dense")
+    return dense.hidden(FeatureBatch(few, _noise(run)))
+
+
+def _chosen(shape: BatchShape) -> list[int]:
+    count = min(_CHECKED_BLOCKS, shape.anchors)
+    return [index * shape.anchors // count for index in range(count)]
+
+
+@torch.no_grad()
+def _compare(learner: Learner, tokens: TokenBatch, expected: Tensor, run: Run) -> None:
+    """Raise UserError when the compiled attention differs from the dense one."""
+    found = learner.objective.hidden(FeatureBatch(tokens, _noise(run)))[_chosen(run.setup.batch)]
+    error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))
+    run.say(f"attention self-check: compiled against dense differs by {error:.1e} of the norm")
+    if not error < _TOLERANCE:
+        raise UserError(
+            f"the compiled attention differs from the dense one by {error:.2g} of its norm on this device",
+            "run `paceline doctor --compile-check`, and report it with its output; training would be wrong",
+        )
