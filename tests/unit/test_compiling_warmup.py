@@ -1,0 +1,202 @@
+"""The warm-up's own logic: states restored bit for bit, roles, the lock, barriers that name who is missing."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from paceline.compiling import guard
+from paceline.compiling.cache import CompileCache
+from paceline.compiling.fingerprint import Fingerprint
+from paceline.compiling.meeting import store_barrier
+from paceline.compiling.snapshot import snapshot
+from paceline.compiling.warmup import PhaseReport, Role, WarmPart, warm_up
+from paceline.errors import UserError
+
+HERE = Fingerprint("2.13.0", "none", "none", "none", "none", "x86_64", "3.11", "abc")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    yield
+    guard.uninstall()
+
+
+class Net(nn.Module):
+    """Parameters, buffers, and layers that draw from the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+class Counter:
+    """State behind `state` and `load_state`, as Paceline's optimiser has it."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(())
+
+    def state(self) -> dict[str, Tensor]:
+        return {"count": self.count}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        self.count.copy_(tensors["count"])
+
+
+def random_draws() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_training_goes_on_as_if_the_warm_up_had_not_been(
+    steps_before: int, optimizer_class: Callable[..., torch.optim.Optimizer]
+) -> None:
+    results = [trained(steps_before, optimizer_class, disturb) for disturb in (False, True)]
+    for undisturbed, disturbed in zip(*results, strict=True):
+        assert torch.equal(undisturbed, disturbed)
+
+
+def trained(steps_before: int, optimizer_class: Callable[..., torch.optim.Optimizer], disturb: bool) -> list[Tensor]:
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = optimizer_class(net.parameters(), lr=0.1)
+    addresses = [parameter.data_ptr() for parameter in net.parameters()]
+
+    def step() -> None:
+        net(torch.randn(8, 4)).backward()
+        optimizer.step()
+
+    for _ in range(steps_before):
+        step()
+    if disturb:
+        restore = snapshot([net, optimizer])
+        net.eval()
+        step()
+        step()
+        optimizer.zero_grad()
+        restore()
+    for _ in range(2):
+        step()
+    assert [parameter.data_ptr() for parameter in net.parameters()] == addresses
+    assert net.training
+    return [
+        *net.state_dict().values(),
+        *(parameter.grad for parameter in net.parameters() if parameter.grad is not None),
+    ]
+
+
+def test_random_states_generators_and_own_states_come_back() -> None:
+    generator, counter = torch.Generator().manual_seed(5), Counter()
+    restore = snapshot([generator, counter])
+    first = [*random_draws(), float(torch.rand((), generator=generator))]
+    counter.count += 1
+    restore()
+    assert [*random_draws(), float(torch.rand((), generator=generator))] == first
+    assert counter.count == 0
+
+
+def test_gradients_that_were_there_stay_and_new_ones_go() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    restore = snapshot([layer])
+    layer(torch.ones(1, 2)).sum().backward()
+    restore()
+    assert layer.weight.grad is None
+    layer.weight.grad = torch.full((2, 2), 7.0)
+    restore = snapshot([layer])
+    layer(torch.ones(1, 2)).sum().backward()
+    restore()
+    assert torch.equal(layer.weight.grad, torch.full((2, 2), 7.0))
+
+
+def test_what_cannot_be_restored_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot restore dict"):
+        snapshot([{}])  # type: ignore[list-item]
+
+
+def test_a_part_that_fails_is_restored_all_the_same(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.weight.detach().clone()
+
+    def run() -> None:
+        nn.init.zeros_(layer.weight)
+        raise ValueError("in the part")
+
+    cache = CompileCache(tmp_path, HERE)
+    with pytest.raises(ValueError, match="in the part"):
+        warm_up([WarmPart("step", run, [layer])], cache, Role(True), nothing, nothing)
+    assert torch.equal(layer.weight, before)
+    assert cache.condition() == "cold"
+    assert cache.holder() is None
+
+
+def nothing(_: object) -> None:
+    pass
+
+
+def test_the_phases_are_told_in_order_and_the_cache_is_finished(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, HERE)
+    told: list[str] = []
+    met: list[str] = []
+
+    def report(phase: PhaseReport) -> None:
+        told.append(phase.name)
+
+    parts = [WarmPart("step", lambda: None, signature="tokens=128"), WarmPart("evaluation", lambda: None)]
+    outcome = warm_up(parts, cache, Role(True, "rank 0"), met.append, report)
+    assert told == [
+        "lock of the compile cache",
+        "check of the compile cache",
+        "warm-up of step",
+        "warm-up of evaluation",
+        "meeting the other workers",
+        "warm-up of every worker",
+    ]
+    assert met == ["warm-up: leader is done", "warm-up: everyone is done"]
+    assert [part.name for part in outcome.parts] == ["step", "evaluation"]
+    assert cache.holds(["step tokens=128", "evaluation"])
+    assert not cache.holds(["step tokens=256"])
+
+
+def test_a_follower_of_a_finished_cache_repairs_nothing_and_one_of_an_unfinished_compiles(tmp_path: Path) -> None:
+    parts = [WarmPart("step", lambda: None)]
+    assert "is empty" in warm_up(parts, CompileCache(tmp_path, HERE), Role(False), nothing, nothing).repair
+    assert warm_up(parts, CompileCache(tmp_path, HERE), Role(False), nothing, nothing).repair == ""
+
+
+def test_a_barrier_that_fails_names_who_holds_the_lock(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, HERE)
+
+    def barrier(_: str) -> None:
+        raise TimeoutError("60 s are over")
+
+    with (
+        cache.lock("rank 0 of another launch"),
+        pytest.raises(UserError, match="60 s are over; .* held by rank 0 of another"),
+    ):
+        warm_up([], cache, Role(False, "rank 1"), barrier, nothing)
+
+
+def test_a_lock_that_is_not_let_go_names_its_holder(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, HERE)
+    with cache.lock("rank 0 of another launch"), pytest.raises(UserError, match="held by rank 0 of another launch"):
+        warm_up([], cache, Role(True, "rank 0", wait_seconds=0.0), nothing, nothing)
+
+
+def test_the_store_barrier_lets_pass_when_all_came_and_names_who_did_not() -> None:
+    store = HashStore()
+    store.set("meeting/ready/1", "here")
+    store_barrier(store, rank=0, world=2, seconds=5)("ready")
+    with pytest.raises(UserError, match=r"ranks \[1, 3\] did not come to 'go'"):
+        store.set("meeting/go/2", "here")
+        store_barrier(store, rank=0, world=4, seconds=0.1)("go")
