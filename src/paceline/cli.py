@@ -46,7 +46,14 @@ def train(config: Positional[Path], overrides: Overrides = (), *, resume: bool =
     return code
 
 
-def plan(config: Positional[Path], overrides: Overrides = (), *, world: int = 0, gpu: str = "H200") -> int:
+def plan(
+    config: Positional[Path],
+    overrides: Overrides = (),
+    *,
+    world: int = 0,
+    gpu: str = "H200",
+    records: Path = Path("benchmarks/records"),
+) -> int:
     """Show who would do what, and what it would cost, without touching a GPU or loading weights.
 
     Args:
@@ -54,12 +61,16 @@ def plan(config: Positional[Path], overrides: Overrides = (), *, world: int = 0,
         overrides: section.key=value, applied over the file.
         world: processes; 0 takes the configuration's.
         gpu: the kind of GPU to reckon with.
+        records: a folder of benchmark records; measured rates of the same GPU and shapes are preferred to counted ones.
     """
-    from paceline.pipeline.plan import run_plan
+    from paceline.pipeline.plan import make_plan, read_records, render
     from paceline.training.setup import set_up
 
     setup = set_up(configuration.load(config, overrides))
-    return run_plan(setup.config, setup.target, setup.drafter, world=world, gpu=gpu)
+    topology = setup.config.topology
+    processes = world or setup.config.launch.workers or max(1, topology.targets + topology.drafters)
+    print(render(make_plan(setup.config, setup.target, setup.drafter, processes, gpu, read_records(records))))
+    return 0
 
 
 def warmup(config: Positional[Path], overrides: Overrides = ()) -> int:

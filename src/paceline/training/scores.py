@@ -63,7 +63,12 @@ class Scores:
             self._export("best", step)
 
     def export_last(self, step: int) -> None:
+        """Write the final drafter, reload it and compare."""
         self._export("last", step)
+        if self._writes:
+            folder, masters = self._run.folder / "last", self._learner.optimizer.masters()
+            difference = export.compare(folder, masters, self._run.setup.drafter)
+            self._view.say(f"exported {folder}: reloaded, largest relative difference of a weight {difference:.1g}")
 
     def close(self) -> None:
         self._view.close()
