@@ -1,0 +1,174 @@
+"""`paceline export`, `verify` and `eval` as functions, on a tiny target's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "numerics"))
+
+from decode_world import (
+    Oracle,
+    ends_of,
+    grouped_prompts,
+    make_drafter,
+    make_target,
+    one_hot_ends,
+    save_target,
+    shapes_of,
+    slow_answers,
+    tokenizer,
+)
+
+from paceline import export
+from paceline.config import TargetConfig
+from paceline.errors import UserError
+from paceline.evaluation.command import EvalOptions, VerifyOptions, run_eval, run_verify
+from paceline.evaluation.decode import Engine
+from paceline.evaluation.report import EncodedPrompt, by_context, evaluate
+from paceline.evaluation.verify import check_features, failed, verify
+from paceline.export.command import ExportOptions, run_export
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory):
+    place = tmp_path_factory.mktemp("world")
+    model = make_target("qwen3")
+    config = save_target(model, place / "target")
+    target, shape = shapes_of(place / "target")
+    drafter = make_drafter(shape)
+    card = export.CardFacts(target=str(place / "target"))
+    export.write(
+        place / "run" / "best", drafter.state_dict(), shape, target, dtype="float32", tokenizer=tokenizer(), card=card
+    )
+    return place, model, config, shape, drafter
+
+
+@pytest.mark.parametrize("layout", ["dflash", "speculators"])
+def test_export_verify_import(world, layout: str, capsys: pytest.CaptureFixture[str]):
+    place, _, config, shape, drafter = world
+    out = place / f"out-{layout}"
+    assert run_export(ExportOptions(str(place / "run"), str(out), layout=layout, dtype="float32")) == 0
+    assert "num_speculative_tokens" in capsys.readouterr().out
+    back, tensors = export.read(out)
+    assert back == shape
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in drafter.state_dict().items())
+    assert run_verify(VerifyOptions(str(out), config.model)) == 0
+    assert "fail" not in capsys.readouterr().out
+    assert (out / "tokenizer.json").exists()
+
+
+def test_verify_fails_on_another_template(world, tmp_path: Path):
+    place, model, *_ = world
+    changed = save_target(model, tmp_path / "target")
+    other = tokenizer()
+    other.chat_template = "{{ messages }}"
+    other.save_pretrained(tmp_path / "target")
+    assert [check.name for check in failed(verify(place / "run" / "best", changed))] == ["chat template"]
+    assert run_verify(VerifyOptions(str(place / "run" / "best"), changed.model)) == 1
+
+
+def test_verify_catches_a_rope_that_readers_would_take(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Trained with one theta and exported with another: logits at 0 are close, at 5,000 they are not."""
+    place, _, config, shape, drafter = world
+    from paceline.evaluation import verify as module
+
+    wrong = dataclasses.replace(shape, rope={"rope_type": "default", "rope_theta": 500.0})
+    monkeypatch.setattr(module, "config_json", lambda _shape, dtype: export.folder.config_json(wrong, dtype))
+    names = [check.name for check in failed(verify(place / "run" / "best", config, trained=drafter.state_dict()))]
+    assert names == ["logits, as an engine computes it"]
+
+
+def test_verify_sees_features_of_wrong_layers(world):
+    _, model, _, shape, _ = world
+    assert not failed(check_features(model, shape))
+    from paceline.evaluation.capture import Capture
+
+    shifted = dataclasses.replace(shape, layer_ids=(1, 2, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        original = Capture.__init__
+        patch.setattr(Capture, "__init__", lambda self, m, ids: original(self, m, [i - 1 for i in ids]))
+        assert failed(check_features(model, shifted))
+
+
+def test_verify_names_both_when_target_and_drafter_differ(world, tmp_path: Path):
+    place, *_ = world
+    save_target(make_target("qwen3", vocab_size=113), tmp_path / "other")
+    with pytest.raises(UserError, match=r"vocabulary 97, but .*other has 113"):
+        verify(place / "run" / "best", TargetConfig(model=str(tmp_path / "other")))
+
+
+def test_eval_measures_and_writes(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place, *_ = world
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"w{n} w{n + 1} w40", "kind": "odd" if n % 2 else "even"} for n in range(6)]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    options = EvalOptions(
+        drafter=str(place / "run" / "best"), prompts=str(prompts), count=0, tokens=24, batches=(1, 3),
+        device="cpu", dtype="float32", out=str(tmp_path / "result.json"),
+    )  # fmt: skip
+    assert run_eval(options) == 0
+    text = capsys.readouterr().out
+    assert "equal to plain decoding" in text
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["lossless"] is True
+    assert set(found["acceptance"]["by_kind"]) == {"odd", "even"}
+    assert [speed["batch"] for speed in found["speeds"]] == [1, 3]
+    assert len(found["identity"]["drafter_sha256"]) == 64
+    assert found["identity"]["target_fingerprint"]
+    assert run_eval(dataclasses.replace(options, temperature=1.0, out="")) == 0
+
+
+def test_evaluation_of_an_oracle_saves_the_steps(world):
+    _, model, _, shape, _ = world
+    prompts = grouped_prompts(each=2)
+    truth = slow_answers(model, prompts, 31)
+    whole = [[*prompt, *answer] for prompt, answer in zip(prompts, truth, strict=True)]
+    encoded = [EncodedPrompt(tuple(prompt), "all") for prompt in prompts]
+    engine = Engine(model, one_hot_ends(), Oracle(whole), shape)
+    found = evaluate(engine, encoded, limit=31, end_ids=(), batches=(4,))
+    assert found.acceptance.tau_micro == 6.0  # 30 tokens in 5 whole blocks
+    assert found.speeds[0].steps_saved == pytest.approx(1 - 5 / 30)
+    assert found.lossless
+
+
+def test_a_drafter_that_proposes_nothing_is_an_error(world):
+    _, model, _, shape, _ = world
+    prompts = grouped_prompts(each=2)
+    truth = slow_answers(model, prompts, 60)
+    whole = [[*prompt, *answer] for prompt, answer in zip(prompts, truth, strict=True)]
+    engine = Engine(model, one_hot_ends(), Oracle(whole, range(91)), shape)
+    with pytest.raises(UserError, match="proposed nothing"):
+        evaluate(engine, [EncodedPrompt(tuple(prompt)) for prompt in prompts], limit=60, end_ids=(), batches=(4,))
+    assert ends_of(model).embedding_VH.shape[0] == 97
+
+
+def test_acceptance_by_context(world):
+    from paceline.evaluation.decode import Decoded
+
+    prompts = [EncodedPrompt((1,) * length) for length in (5, 127, 128, 600)]
+    answers = [Decoded([0] * 5, [1, 1], [2, 2]), Decoded([0] * 3, [0, 0], [1, 1])] * 2
+    found = by_context(answers, prompts, 4)
+    assert {name: item.requests for name, item in found.items()} == {"0–127": 2, "128–511": 1, "512–2047": 1}
+    assert found["128–511"].tau == 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": "gguf"}, "layout = 'gguf'"),
+        ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"drafter": "nowhere"}, "holds no exported drafter"),
+    ],
+)
+def test_bad_options_are_one_line(world, change: dict[str, str], message: str, tmp_path: Path):
+    place, *_ = world
+    options = ExportOptions(str(place / "run"), str(tmp_path / "out"))
+    with pytest.raises(UserError, match=message):
+        run_export(dataclasses.replace(options, **change))
+    assert not (tmp_path / "out").exists()
