@@ -176,6 +176,11 @@ class TransformersTarget(Target):
         return write
 
 
+def load_model(config: TargetConfig, dtype: torch.dtype) -> Any:
+    """The whole transformers model on the CPU, frozen, in evaluation mode. Raises UserError."""
+    return _load_whole(gguf.as_folder(resolve(config)), dtype)
+
+
 def compute_dtype(config: TargetConfig, device: torch.device) -> torch.dtype:
     """The dtype that `target.dtype` names on this device."""
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
