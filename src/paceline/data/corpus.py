@@ -67,6 +67,22 @@ def build_corpus(
     `max_set_aside` of the rows are set aside, or where nothing is left to learn from.
     """
     template = Template(tokenizer, eos_ids, config.thinking)
+    corpus = open_corpus(config, template, mask_token_id=mask_token_id, seed=seed, processes=processes)
+    for line in said(corpus):
+        report(line)
+    check_limits(corpus.set_aside, config.max_set_aside)
+    if not len(corpus.train):
+        raise UserError(
+            f"no training documents are left of {corpus.set_aside.kept:,} usable rows",
+            "bring more rows, lower data.held_out_fraction, or raise data.weights",
+        )
+    return corpus
+
+
+def open_corpus(
+    config: DataConfig, template: Template, *, mask_token_id: int, seed: int, processes: int | None = None
+) -> Corpus:
+    """The corpus as it is, however much of it was set aside. Raises UserError where a source is missing."""
     files = resolve(config.train), resolve(config.held_out) if config.held_out else []
     key = _key(config, template, files, mask_token_id, seed)
     root = Path(config.cache_folder).expanduser() if config.cache_folder else default_cache()
@@ -75,10 +91,7 @@ def build_corpus(
         if not (folder / "facts.json").is_file():
             settings = Settings(template, config.max_tokens, mask_token_id)
             _build(folder, config, settings, files, seed, processes)
-    corpus = _load(folder)
-    _say(corpus, report)
-    _check(corpus, config)
-    return corpus
+        return _load(folder)
 
 
 def default_cache() -> Path:
@@ -253,23 +266,13 @@ def _load(folder: Path) -> Corpus:
     return Corpus(*sides, SetAside.of_plain(facts["set_aside"]), facts["digest"], folder)
 
 
-def _say(corpus: Corpus, report: Report) -> None:
-    for entry, shapes in corpus.set_aside.shapes.items():
-        found = ", ".join(f"{count:,} {shape}" for shape, count in shapes.items())
-        report(f"{entry}: {found}")
-    report(corpus.set_aside.line())
-    for name, count in corpus.set_aside.notes.items():
-        report(f"{count:,} {NOTES[name]}")
-    report(
-        f"{len(corpus.train):,} training documents of {len(corpus.train.ids):,} tokens, "
-        f"{len(corpus.held_out):,} held out of {len(corpus.held_out.ids):,} tokens"
-    )
-
-
-def _check(corpus: Corpus, config: DataConfig) -> None:
-    check_limits(corpus.set_aside, config.max_set_aside)
-    if not len(corpus.train):
-        raise UserError(
-            f"no training documents are left of {corpus.set_aside.kept:,} usable rows",
-            "bring more rows, lower data.held_out_fraction, or raise data.weights",
-        )
+def said(corpus: Corpus) -> list[str]:
+    """What there is to tell of a corpus, a line each."""
+    shapes = corpus.set_aside.shapes.items()
+    lines = [
+        f"{entry}: " + ", ".join(f"{count:,} {shape}" for shape, count in found.items()) for entry, found in shapes
+    ]
+    lines.append(corpus.set_aside.line())
+    lines += [f"{count:,} {NOTES[name]}" for name, count in corpus.set_aside.notes.items()]
+    sides = ((corpus.train, "training documents"), (corpus.held_out, "held-out documents"))
+    return lines + [f"{len(side):,} {name} of {len(side.ids):,} tokens" for side, name in sides]

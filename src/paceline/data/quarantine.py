@@ -120,7 +120,8 @@ def check_limits(set_aside: SetAside, most: float) -> None:
     first = reason.places[0] if reason.places else ""
     what = (
         f"{set_aside.count:,} of {set_aside.rows:,} rows are set aside ({set_aside.share:.1%}); most of them, "
-        f"{reason.count:,}, for {name!r}: {REASONS[name]}; for example {first}: {excerpt(reason.example, 300)}"
+        f"{reason.count:,}, for {name!r}: {REASONS[name]}; for example {first}: "
+        + excerpt(reason.example, 300).replace("\n", "\\n")
     )
     raise UserError(
         what, f"mend the data or raise data.max_set_aside (now {most:g}); `paceline data show` has the rows"

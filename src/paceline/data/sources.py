@@ -10,6 +10,7 @@ import glob
 import gzip
 import hashlib
 import io
+import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,8 +144,7 @@ def _values(file: File) -> Iterator[Numbered]:
         elif head.startswith(b"\xff\xff\xff\xff"):
             yield from _columnar(pa.ipc.open_stream(stream))
         else:
-            lines = True if _plain_suffix(file.path) in (".jsonl", ".ndjson") else None
-            yield from read_values(stream, lines=lines)
+            yield from read_values(stream, named_lines=_plain_suffix(file.path) in (".jsonl", ".ndjson"))
 
 
 def _plain_suffix(path: Path) -> str:
@@ -181,14 +181,27 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
             yield raw
 
 
+def _opened(path: Path) -> io.BufferedReader:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"
+        ) from None
+
+
 def content_digest(files: list[File]) -> str:
     """Hash of everything that is read, in order: the tokenised data is found by content, never by name."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.source}:".encode())
-        for path in file.stored():
-            with path.open("rb") as stream:
+        stored = file.stored()
+        for path in stored:
+            with _opened(path) as stream:
                 digest.update(hashlib.file_digest(stream, _blake).digest())
+        if not stored:  # a data set that lives in memory alone
+            for value in file.hub:
+                digest.update(json.dumps(value, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 

@@ -84,14 +84,15 @@ def choose_held_out(group: np.ndarray, hashes: np.ndarray, fraction: float) -> n
     """
     count = len(group)
     chosen = np.zeros(count, bool)
-    if fraction <= 0 or not count:
+    if fraction <= 0 or len(np.unique(group)) < 2:
         return chosen
     key = np.full(count, np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(key, group, hashes)
+    key = scramble(key)  # the least of several hashes is small, and large groups would go first
     sizes = np.bincount(group, minlength=count)
     allowed = (sizes > 0) & (sizes <= max(1.0, fraction * count))
     held = allowed & (key < np.uint64(int(fraction * 2**64)))
-    if not held.any() and int((sizes > 0).sum()) > 1:
+    if not held.any():
         candidates = np.flatnonzero(allowed if allowed.any() else sizes > 0)
         held[candidates[np.argmin(key[candidates])]] = True
     return held[group]

@@ -170,7 +170,8 @@ class Stream:
         """Held-out answers, whole, with every eligible position an anchor; at most `evaluation_anchors` of them.
 
         Answers are taken in the order of their content's hash until the next one does not fit. An answer with more
-        positions than a batch has anchors is spread over batches that share its document.
+        positions than a batch has anchors is spread over batches that share its document. Held-out document n is
+        numbered -1 - n in `TokenBatch.documents`.
         """
         if self.held_out is None:
             return []

@@ -77,6 +77,7 @@ class Template:
     eos_ids: tuple[int, ...]
     thinking: Literal["template", "on", "off"] = "template"
     _starts: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    _special: frozenset[int] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         source = self.tokenizer.chat_template
@@ -163,7 +164,7 @@ class Template:
         prompt = self.render(messages[:-1], tools, prompt=True)
         full = self.render(messages, tools)
         if not full.startswith(prompt):
-            full = self._with_reasoning(prompt, full, messages[-1])
+            prompt, full = self._rejoined(prompt, full, messages, tools)
         content_end, head = self._content(messages, tools, full, len(prompt))
         start = len(prompt)
         if not self.prompts and full[start : start + head].strip():
@@ -184,8 +185,9 @@ class Template:
         content = answer.get("content", "")
         tail = full[start:]
         leaves = _leaves(answer.get("tool_calls", []))
+        plain = self.prompts and not leaves and not answer.get("reasoning_content") and "</think>" not in content
         for form in (content, content.strip()):
-            if form and tail.startswith(form) and not leaves:
+            if form and plain and tail.startswith(form):
                 return start + len(form), 0
         head, trail = self._around(messages, tools, start)
         if not tail.endswith(trail):
@@ -212,20 +214,36 @@ class Template:
         found = [(place, place + len(text)) for text in self.ends if (place := full.find(text, content_end)) >= 0]
         return (min(found)[1], True) if found else (content_end, False)
 
-    def _with_reasoning(self, prompt: str, full: str, answer: Message) -> str:
-        """The turn as it was written under a template whose prompt opens a reasoning part that its history drops."""
-        shared = _common(prompt, full)
-        opened, tail = prompt[shared:], full[shared:]
-        content = answer.get("content", "")
-        inline, closed, rest = content.partition("</think>")
-        reasoning = answer.get("reasoning_content", "") or (inline.strip().removeprefix("<think>") if closed else "")
-        if "<think>" not in opened or not _holds(tail, rest if closed else content):
-            raise RowError("answer-not-found", excerpt(f"the prompt ends with {opened!r}, the answer is {tail!r}"))
-        if not reasoning and self.thinking != "off":
+    def _rejoined(
+        self, prompt: str, full: str, messages: list[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[str, str]:
+        """Prompt and text of a turn as they were when it was written, where `full` does not begin with the prompt.
+
+        Two kinds of template do that: the prompt opens a reasoning part that rendered answers lack, or an answer
+        changes how the turns before it are rendered.
+        """
+        answer = messages[-1]
+        if prompt.rstrip().endswith("<think>") and full.startswith(prompt[: prompt.rindex("<think>")]):
+            return self._with_reasoning(prompt, full[prompt.rindex("<think>") :], answer)
+        before = self.render(messages[:-1], tools)
+        opening = prompt[len(before) :] if prompt.startswith(before) else ""
+        other = self.render([*messages[:-1], _replaced(answer)], tools)
+        shared = full[: _common(full, other)]
+        if not opening or opening not in shared:
+            raise RowError("answer-not-found", excerpt(f"{full[-300:]!r} does not go on from {prompt[-100:]!r}"))
+        return prompt, prompt + full[shared.rindex(opening) + len(opening) :]
+
+    def _with_reasoning(self, prompt: str, tail: str, answer: Message) -> tuple[str, str]:
+        """The same where the prompt opens a reasoning part; `tail` is what the template makes of the answer."""
+        inline, closed, _ = answer.get("content", "").partition("</think>")
+        if answer.get("reasoning_content"):
+            return prompt, prompt + answer["reasoning_content"].strip() + _THINK_END + tail
+        if closed:  # the text itself as the target wrote it, but for what the prompt holds already
+            return prompt, prompt + inline.lstrip().removeprefix("<think>").lstrip("\n") + closed + tail
+        if self.thinking != "off":
             raise RowError("reasoning-missing", excerpt(tail))
-        if reasoning:
-            return prompt + reasoning.strip() + _THINK_END + tail
-        return prompt.rstrip("\n") + "\n" + _THINK_END + tail
+        prompt = prompt.rstrip("\n") + "\n" + _THINK_END
+        return prompt, prompt + tail
 
     def _tagged(
         self, messages: list[Message], tools: Sequence[dict[str, Any]], full: str, start: int, end: int
@@ -303,36 +321,36 @@ class Template:
         first, joined = _first_inside(encoding, low, high, len(ids))
         last = _last_inside(encoding, high, len(text), len(ids))
         if low == prompt and not joined and first < len(ids):
-            joined = not self._prompt_matches(text, ids, encoding, prompt, first)
+            joined = self._prompt_leaks(text, ids, encoding, prompt, first)
             first += joined
         return first, max(first, last), joined
 
-    def _prompt_matches(self, text: str, ids: list[int], encoding: Any, prompt: int, first: int) -> bool:
-        """Whether the ids before `first` are those of the prompt alone: compared from its last special token on."""
-        begin = max((text.rfind(mark, 0, prompt) for mark in self._splitters()), default=-1)
-        begin = max(0, begin)
-        token = encoding.char_to_token(begin) if begin else 0
-        if token is None:
-            begin, token = 0, 0
+    def _prompt_leaks(self, text: str, ids: list[int], encoding: Any, prompt: int, first: int) -> bool:
+        """Whether token `first` holds some of the prompt, though its offsets say not (some tokenizers trim theirs).
+
+        The ids before it are compared with those of the prompt alone, from its last special token on. Where they
+        differ the prompt may only be split in another way, so their text decides.
+        """
+        token = next((place for place in range(first - 1, 0, -1) if ids[place] in self._splitters()), 0)
+        begin = encoding.token_to_chars(token)[0] if token else 0
         piece = text[begin:prompt]
         expected = self._starts.get(piece)
         if expected is None:
-            expected = list(self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+            expected = self._ids(piece)
             if len(piece) < 200 and len(self._starts) < 1000:
                 self._starts[piece] = expected
-        return ids[token:first] == expected
+        found = ids[token:first]
+        return found != expected and self._decoded(found) != self._decoded(expected)
 
-    def _splitters(self) -> tuple[str, ...]:
-        """Spellings of tokens that split the text before anything else, so that encoding starts afresh there."""
-        if not self._special:
-            self._special = tuple(
-                str(token)
-                for token in self.tokenizer.added_tokens_decoder.values()
-                if token.special and not token.lstrip
-            )
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _splitters(self) -> frozenset[int]:
+        """Tokens that split the text before anything else, so that encoding starts afresh at them."""
+        if self._special is None:
+            added = self.tokenizer.added_tokens_decoder.items()
+            self._special = frozenset(number for number, token in added if token.special and not token.lstrip)
         return self._special
-
-    _special: tuple[str, ...] = ()
 
     def _range_by_prefixes(self, text: str, ids: list[int], low: int, high: int) -> tuple[int, int, bool]:
         """The same without offsets (tokenizers in Python): ids of the text's beginnings are compared."""
@@ -410,6 +428,17 @@ def _last_inside(encoding: Any, high: int, length: int, count: int) -> int:
     while place < length and (token := encoding.char_to_token(place)) is None:
         place += 1
     return token if place < length else count
+
+
+def _replaced(answer: Message) -> Message:
+    """An answer of the same form in which every text is another."""
+    other = {**answer, "content": _PROBE}
+    for key in ("reasoning_content", "thinking"):
+        if key in answer:
+            other[key] = _PROBE
+    if "tool_calls" in answer:
+        other["tool_calls"] = [{**call, "function": {"name": _PROBE, "arguments": {}}} for call in answer["tool_calls"]]
+    return other
 
 
 def _leaves(value: Any) -> list[str]:

@@ -17,20 +17,23 @@ LARGEST = 64 << 20
 """Bytes of one row beyond which it is set aside unread."""
 _CHUNK = 1 << 20
 _SPACE = re.compile(r"[\s,]*")
-_NEXT_ELEMENT = re.compile(r"\}\s*,\s*(?=[\{\[])|\}\s*\n\s*(?=\{)")
+_NEXT_ELEMENT = re.compile(r"[\}\]]\s*[,\n]\s*(?=[\{\[])")
+_WRAPPER = re.compile(rb'\s*\{\s*"(?:data|rows|train|examples|items)"\s*:\s*(?=\[\s*[\[\{])')
+_FIRST_KEY = re.compile(r'\{\s*"([^"\\]{1,100})"\s*:')
 
 Numbered = tuple[int, Any]
 """(1-based number, parsed value or Problem)"""
 
 
-def read_values(stream: IO[bytes], *, lines: bool | None = None) -> Iterator[Numbered]:
-    """Values of a JSON file of either form; `lines` says which it is, None looks at its beginning."""
+def read_values(stream: IO[bytes], *, named_lines: bool = False) -> Iterator[Numbered]:
+    """Values of a JSON file of any form, told by its beginning; `named_lines` says that its name ends in .jsonl."""
     head = _peel_mark(stream.read(_CHUNK))
+    wrapped = _WRAPPER.match(head)
+    if wrapped:
+        yield from read_elements(Joined(head[wrapped.end() :], stream))
+        return
     joined = Joined(head, stream)
-    if looks_like_lines(head) if lines is None else lines:
-        yield from read_lines(joined)
-    else:
-        yield from read_elements(joined)
+    yield from read_lines(joined) if looks_like_lines(head, named_lines=named_lines) else read_elements(joined)
 
 
 class Joined:
@@ -51,18 +54,25 @@ def _peel_mark(head: bytes) -> bytes:
     return head.removeprefix(b"\xef\xbb\xbf")
 
 
-def looks_like_lines(head: bytes) -> bool:
-    """Whether a file is JSONL: one of its first lines is a whole object, or holds a whole value and is not the last."""
-    text = head.lstrip()
-    if not text:
+def looks_like_lines(head: bytes, *, named_lines: bool = False) -> bool:
+    """Whether a file holds one value a line, rather than one array or pretty-printed values."""
+    lines = [line for line in head[: 1 << 16].split(b"\n") if line.strip()]
+    if not lines:
         return True
-    lines = [line for line in text[: 1 << 16].split(b"\n") if line.strip()]
-    if any(isinstance(_parsed(line), dict) for line in lines[:5]):
+    first = _parsed(lines[0])
+    if isinstance(first, list):
+        return len(lines) > 1 or (named_lines and not any(_is_row(item) for item in first))
+    if isinstance(first, dict):
         return True
-    if text[:1] == b"[":
-        return len(lines) > 1 and isinstance(_parsed(lines[0]), list)
+    whole = any(isinstance(_parsed(line), dict) for line in lines[1:5])
+    if lines[0].lstrip()[:1] == b"[":
+        return named_lines and whole  # the last element of an array on lines of its own parses alone, too
     # An object that begins alone on its line is a pretty-printed one.
-    return not (text[:1] == b"{" and lines[0].strip() == b"{")
+    return whole or lines[0].strip() != b"{"
+
+
+def _is_row(item: Any) -> bool:
+    return isinstance(item, dict) and "role" not in item and "from" not in item
 
 
 def _parsed(line: bytes) -> Any:
@@ -83,17 +93,17 @@ def read_lines(stream: Joined) -> Iterator[Numbered]:
 
 def _split_lines(stream: Joined) -> Iterator[bytes | None]:
     """Lines without their ends; None stands for one that is too large to hold."""
-    rest, dropping = b"", False
+    parts: list[bytes] = []
+    held = 0
     while chunk := stream.read(_CHUNK):
-        pieces = (rest + chunk).split(b"\n")
-        rest = pieces.pop()
-        for piece in pieces:
-            yield None if dropping else piece
-            dropping = False
-        if len(rest) > LARGEST:
-            rest, dropping = b"", True
-    if rest or dropping:
-        yield None if dropping else rest
+        pieces = chunk.split(b"\n")
+        for piece in pieces[:-1]:
+            yield b"".join([*parts, piece]) if held <= LARGEST else None
+            parts, held = [], 0
+        held += len(pieces[-1])
+        parts = [*parts, pieces[-1]] if held <= LARGEST else []
+    if held:
+        yield b"".join(parts) if held <= LARGEST else None
 
 
 def parse_line(line: bytes) -> Any:
@@ -130,6 +140,7 @@ class _Buffer:
         self._tail = b""
         self._ended = False
         self._decoder = json.JSONDecoder()
+        self._keys: set[str] = set()
 
     def _more(self, size: int = _CHUNK) -> bool:
         """Read on; drops what was consumed. False at the end of the file."""
@@ -147,15 +158,10 @@ class _Buffer:
         return True
 
     def enter(self) -> None:
-        """Step over the bracket that opens the outermost array, and a wrapping `{"key": ` before it."""
+        """Step over the bracket that opens the outermost array."""
         self._skip_space()
         if self._text.startswith("[", self._at):
             self._at += 1
-            return
-        wrapper = re.compile(r'\{\s*"(?:data|rows|train|examples|conversations|items)"\s*:\s*\[\s*(?=[\[\{])')
-        match = wrapper.match(self._text, self._at)
-        if match:
-            self._at = match.end()
 
     def _skip_space(self) -> None:
         while True:
@@ -189,7 +195,14 @@ class _Buffer:
             if end == len(self._text) and not isinstance(value, dict | list) and self._more():
                 continue  # a number may go on in the next chunk
             self._at = end
+            if isinstance(value, dict):
+                self._learn(value)
             return value
+
+    def _learn(self, value: dict[str, Any]) -> None:
+        first = next(iter(value), None)
+        if first is not None and len(self._keys) < 64:
+            self._keys.add(first)
 
     def _may_go_on(self, error: json.JSONDecodeError) -> bool:
         """Whether the error can come from the end of the buffer alone: it lies there, or a string is still open."""
@@ -197,16 +210,31 @@ class _Buffer:
 
     def _resume(self, error: Exception, *, cut: bool) -> Problem:
         """Go to the next place where an element can begin, and say what was wrong with this one."""
-        start = self._at
-        shown = excerpt(f"{_said(error)}: {self._text[start : start + 300]}")
-        match = _NEXT_ELEMENT.search(self._text, start + 1)
-        while match is None and self._drop_and_read():
-            match = _NEXT_ELEMENT.search(self._text, self._at)
-        self._at = match.end() if match else len(self._text)
-        return Problem("cut-off" if cut and match is None else "not-json", shown)
+        shown = excerpt(f"{_said(error)}: {self._text[self._at : self._at + 300]}")
+        opener, own = self._text[self._at], _FIRST_KEY.match(self._text, self._at)
+        if own and not self._keys:
+            self._learn({own.group(1): None})
+        self._at += 1
+        found = self._find_element(opener)
+        while not found and self._drop_and_read():
+            found = self._find_element(opener)
+        if not found:
+            self._at = len(self._text)
+        return Problem("cut-off" if cut and not found else "not-json", shown)
+
+    def _find_element(self, opener: str) -> bool:
+        """Move to where an element begins next: a list after a broken list, else an object with a known first key."""
+        for match in _NEXT_ELEMENT.finditer(self._text, self._at):
+            place = match.end()
+            key = _FIRST_KEY.match(self._text, place)
+            known = not self._keys or (key is not None and key.group(1) in self._keys)
+            if self._text[place] == "[" if opener == "[" else self._text[place] == "{" and known:
+                self._at = place
+                return True
+        return False
 
     def _drop_and_read(self) -> bool:
-        self._at = max(self._at, len(self._text) - 64)
+        self._at = max(self._at, len(self._text) - 256)
         return self._more()
 
 
