@@ -192,7 +192,7 @@ def test_flex_attention_past_the_recompile_limit_raises_instead_of_running_dense
         """Stands for a back end that has a kernel: it holds no scores."""
         return lambda *inputs: (inputs[0],)
 
-    lossy = torch.compile(lambda q, k, v: flex_attention(q, k, v), backend=fused, dynamic=False)
+    lossy = torch.compile(flex_attention, backend=fused, dynamic=False)
     undo = dense_flex_raises()
     try:
         errors = [flex_error(lossy, tokens) for tokens in (16, 32, 48, 64)]

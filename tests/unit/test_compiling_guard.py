@@ -74,7 +74,7 @@ def test_the_flag_of_another_thread_is_explained_after_it_ended() -> None:
 
 
 def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(RuntimeError, match="^ours$"), guard.explain("step 9"):
+    with pytest.raises(RuntimeError, match=r"^ours$"), guard.explain("step 9"):
         raise RuntimeError("ours")
 
 
@@ -83,7 +83,7 @@ def test_explain_decorates() -> None:
     def evaluate() -> None:
         raise RuntimeError(guard.PHRASE)
 
-    with pytest.raises(guard.TracingFlagSet, match="^evaluation: "):
+    with pytest.raises(guard.TracingFlagSet, match=r"^evaluation: "):
         evaluate()
 
 

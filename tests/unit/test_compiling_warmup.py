@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
-from paceline.compiling import guard
+from paceline.compiling import guard, settings
 from paceline.compiling.cache import CompileCache
 from paceline.compiling.fingerprint import Fingerprint
 from paceline.compiling.meeting import store_barrier
@@ -25,8 +25,10 @@ HERE = Fingerprint("2.13.0", "none", "none", "none", "none", "x86_64", "3.11", "
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    before = settings.settings()
     yield
     guard.uninstall()
+    settings.apply_settings(before)
 
 
 class Net(nn.Module):
@@ -182,7 +184,7 @@ def test_a_barrier_that_fails_names_who_holds_the_lock(tmp_path: Path) -> None:
 
     with (
         cache.lock("rank 0 of another launch"),
-        pytest.raises(UserError, match="60 s are over; .* held by rank 0 of another"),
+        pytest.raises(UserError, match=r"60 s are over; .* held by rank 0 of another"),
     ):
         warm_up([], cache, Role(False, "rank 1"), barrier, nothing)
 
@@ -197,6 +199,6 @@ def test_the_store_barrier_lets_pass_when_all_came_and_names_who_did_not() -> No
     store = HashStore()
     store.set("meeting/ready/1", "here")
     store_barrier(store, rank=0, world=2, seconds=5)("ready")
+    store.set("meeting/go/2", "here")
     with pytest.raises(UserError, match=r"ranks \[1, 3\] did not come to 'go'"):
-        store.set("meeting/go/2", "here")
         store_barrier(store, rank=0, world=4, seconds=0.1)("go")

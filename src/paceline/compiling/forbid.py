@@ -107,6 +107,8 @@ class Forbidden:
             callback_handler.remove_start_callback(self._record)
 
     def _record(self, args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.CUDAGRAPH_RECORDING:
+            return  # compiles nothing
         lazy = args.callback_trigger is CallbackTrigger.LAZY_BACKWARD
         self._seen.append(
             Compilation(

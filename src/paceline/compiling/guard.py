@@ -30,8 +30,9 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal
 
@@ -44,13 +45,13 @@ Implementation = Literal["global", "per thread", "unknown"]
 PHRASE = "using FX to symbolically trace"
 """What torch's own error contains, in every version from 2.5 on."""
 
-_TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH_FOLDER = str(Path(torch.__file__ or "").resolve().parent) + os.sep
 _STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _WRAPPERS = ("eval_frame.py", "torch/_compile.py")
 """Frames between any two others: they say nothing."""
 _ENV_NAME = "_set_compilation_env"
 
-_torch_names: dict[str, Any] = vars(symbolic_trace)
+_torch_names: Mapping[str, Any] = vars(symbolic_trace)
 _original_trace: Callable[..., Any] = symbolic_trace.Tracer.trace
 _original_env: Callable[..., Any] = vars(higher_order_utils)[_ENV_NAME]
 

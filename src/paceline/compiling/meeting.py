@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from paceline.errors import UserError
 
@@ -14,6 +14,7 @@ def store_barrier(store: Store, rank: int, world: int, seconds: float) -> Callab
     """The `barrier` that `warm_up` wants, over a torch store (TCP, file or hash).
 
     Args:
+        store: one that no earlier launch met in (a ``PrefixStore`` named for the launch, under restarts).
         seconds: how long one meeting may take.
 
     Raises (when it is called):

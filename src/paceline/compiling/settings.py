@@ -7,7 +7,9 @@ itself is set as well.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch._dynamo.config as dynamo_config
 
@@ -30,7 +32,8 @@ class DynamoSettings:
 
 def settings() -> DynamoSettings:
     """What this thread sees."""
-    return DynamoSettings(**{name: vars_of_dynamo(name) for name in asdict(DynamoSettings())})
+    names = asdict(DynamoSettings())
+    return replace(DynamoSettings(), **{name: getattr(dynamo_config, name) for name in names})
 
 
 def apply_settings(wanted: DynamoSettings | None = None) -> None:
@@ -43,10 +46,5 @@ def apply_settings(wanted: DynamoSettings | None = None) -> None:
         _entries()[name].default = value
 
 
-def vars_of_dynamo(name: str) -> int | bool:
-    """One setting as this thread sees it; the module computes them on access."""
-    return getattr(dynamo_config, name)
-
-
-def _entries() -> dict:
+def _entries() -> Mapping[str, Any]:
     return vars(dynamo_config)["_config"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.compiling import counters, guard
+from paceline.compiling import counters, guard, settings
 from paceline.compiling.cache import CompileCache
 from paceline.compiling.counters import Counters
 from paceline.compiling.lock import Holder
@@ -101,6 +101,8 @@ def warm_up(
 ) -> WarmReport:
     """Compile everything that the run will need, or load it, and leave every state as it was.
 
+    Dynamo's settings are made to hold in every thread first (`paceline.compiling.settings`).
+
     Args:
         parts: what to run; the same names and signatures on every worker of one kind of device.
         cache: `CompileCache.activate` should have been called at the start of the process.
@@ -111,6 +113,7 @@ def warm_up(
         UserError: the lock or the barrier was not passed in time; names who holds the lock.
     """
     guard.install()
+    settings.apply_settings()
     cache.activate()
     clock = _Clock(report)
     if role.leader:
