@@ -92,6 +92,18 @@ def reduce_for_ever(config: Config, world: World, resume: bool) -> int:
             ready(config, world)
 
 
+def _measured(connection):  # type: ignore[no-untyped-def]
+    import torch
+
+    from paceline.pipeline.measure import Parts, measure_rates
+    from paceline.pipeline.wire import Wire
+
+    def work() -> None:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+    return measure_rates(connection, Parts(work, work, work, work, 10, 20), Wire(8, 2, 4, torch.float32), 4096)
+
+
 def meet(config: Config, world: World, resume: bool) -> int:
     """Meet once, agree, share, and leave."""
     from paceline.pipeline.world import join
@@ -101,6 +113,10 @@ def meet(config: Config, world: World, resume: bool) -> int:
     assert not connection.agree(world.rank != world.size - 1)
     assert connection.share("rank", world.rank) == list(range(world.size))
     connection.require_same("facts", {"same": 1})
+    rates = _measured(connection)
+    assert connection.share("rates", vars(rates)) == [vars(rates)] * world.size
+    assert rates.all_reduce_seconds > 0
+    assert rates.transfer_seconds > 0
     tell(config, world, resume)
     connection.barrier("end")
     connection.close()

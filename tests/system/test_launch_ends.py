@@ -1,8 +1,7 @@
-"""Ends from outside: a launcher killed or asked to stop, a port that is taken, a rank that is late, torchrun."""
+"""Ends from outside: a launcher killed or asked to stop, a port that is taken, a rank that is late."""
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -138,27 +137,3 @@ def _until_listening(port: int, process: subprocess.Popen[str]) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
     pytest.fail(f"rank 0 ended: {process.communicate()[1]}")
-
-
-def test_two_torchrun_agents_are_one_world(tmp_path: Path) -> None:
-    config = _written(tmp_path, collective_seconds=60.0)
-    port = _free_port()
-    main = tmp_path / "main.py"
-    main.write_text(_MAIN)
-    agents = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-                *("--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port),
-                *(str(main), config, "launch_programs:meet"),
-            ],
-            env=_environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    printed = [agent.communicate(timeout=100)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], printed
-    told = [json.loads((tmp_path / "run" / f"told-{rank}.json").read_text())["world"] for rank in range(2)]
-    assert [(world["rank"], world["size"], world["node"]) for world in told] == [(0, 2, 0), (1, 2, 1)]

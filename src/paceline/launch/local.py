@@ -106,7 +106,7 @@ def _start_and_wait(world: LocalWorld, attempt: int) -> dict[int, int]:
     )
     with _quiet_elastic(), _signals_kept():
         try:
-            elastic_launch(settings, sys.executable)("-m", "paceline.launch.worker", order.dump())
+            elastic_launch(settings, sys.executable)("-m", "paceline.launch", order.dump())
         except ChildFailedError as error:
             return {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException as error:
@@ -172,9 +172,10 @@ def _explain(world: LocalWorld, watcher: Watcher, exit_codes: dict[int, int]) ->
 def _follow(path: Path) -> Iterator[None]:
     """Show what rank 0 prints while it prints it."""
     stop = threading.Event()
+    begin = path.stat().st_size if path.exists() else 0  # what an earlier start printed has been shown
 
     def copy() -> None:
-        place = 0
+        place = begin
         while True:
             last = stop.wait(0.1)
             if path.exists():

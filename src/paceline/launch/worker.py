@@ -1,4 +1,4 @@
-"""One worker of a local world: `python -m paceline.launch.worker ORDER`, started by the launcher and by nobody else.
+"""One worker of a local world: `python -m paceline.launch ORDER`, started by the launcher and by nobody else.
 
 Nothing here imports torch before the process has its GPU, cores and threads.
 """
@@ -141,13 +141,3 @@ def _log_to(path: Path, attempt: int) -> None:
         stream.flush()
         os.dup2(file, stream.fileno())
     os.close(file)
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status:
-        # Threads of a broken group may hang in native code: do not wait for them.
-        os._exit(status)
-    sys.exit(0)

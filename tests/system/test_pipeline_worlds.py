@@ -1,0 +1,142 @@
+"""Eight processes do what one did, with the same numbers: every topology, killed and resumed, and under torchrun."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_programs import TOPOLOGIES
+from pipeline_world import config_of, make_world, records
+
+from paceline import config as configuration
+from paceline import launch
+from paceline.config import LaunchConfig, TopologyConfig
+
+pytestmark = pytest.mark.timeout(280)
+RELATIVE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _programs_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run, done by one process: what the others are compared with."""
+    folder = tmp_path_factory.mktemp("world")
+    make_world(folder)
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        assert launch.run(config_of(folder, "alone")) == 0
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+    return folder
+
+
+def _close(found: Any, expected: Any) -> bool:
+    """Equal, numbers to a relative 1e-5 (NaN is equal to itself)."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_close(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_close, found, expected))
+    if isinstance(expected, float):
+        both_nan = math.isnan(expected) and math.isnan(found)
+        return both_nan or math.isclose(found, expected, rel_tol=RELATIVE, abs_tol=1e-9)
+    return found == expected
+
+
+def _same_numbers(folder: Path, name: str, first: int = 0) -> None:
+    expected = [record for record in records(folder / "runs" / "alone") if record["step"] > first or not first]
+    found = [record for record in records(folder / "runs" / name) if record["step"] > first or not first]
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert _close(one, other), (name, one, other)
+
+
+def _half_done(folder: Path, name: str) -> None:
+    """A run that was killed after the checkpoint of step 5 had been written."""
+    shutil.copytree(folder / "runs" / "alone", folder / "runs" / name)
+    shutil.rmtree(folder / "runs" / name / "checkpoints" / "step-10")
+
+
+def test_one_process_learns_and_evaluates(world: Path) -> None:
+    """The reference is worth comparing with: losses fall, and held-out slots are reached."""
+    steps = [record for record in records(world / "runs" / "alone") if record["event"] == "step"]
+    looks = [record for record in records(world / "runs" / "alone") if record["event"] == "evaluation"]
+    assert [record["step"] for record in steps] == list(range(1, 11))
+    assert [record["step"] for record in looks] == [0, 5, 10]
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]  # type: ignore[operator]
+    assert looks[-1]["walked_steps"] > 10  # type: ignore[operator]
+
+
+def test_a_resumed_process_gives_the_same_losses_bit_for_bit(world: Path) -> None:
+    _half_done(world, "resumed")
+    assert launch.run(config_of(world, "resumed"), resume=True) == 0
+    assert records(world / "runs" / "resumed") == records(world / "runs" / "alone")
+
+
+def test_every_topology_gives_the_numbers_of_one_process(world: Path) -> None:
+    """Five targets and three drafters as eight processes, and the others in the same processes; one resumes."""
+    _half_done(world, "resumed-2-2")
+    config = replace(config_of(world, "several"), launch=LaunchConfig(workers=8, threads=1, collective_seconds=120.0))
+    assert launch.run(config, program="pipeline_programs:several") == 0
+    for name, (*_, resumes) in TOPOLOGIES.items():
+        _same_numbers(world, name, first=5 if resumes else 0)
+
+
+def test_killed_workers_cost_the_steps_since_the_checkpoint_and_no_number(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(
+        config_of(world, "killed"),
+        topology=TopologyConfig(kind="split", targets=1, drafters=1),
+        launch=LaunchConfig(threads=1, restarts=2, collective_seconds=90.0),
+    )
+    assert launch.run(config, program="pipeline_programs:killed_twice") == 0
+    printed = capfd.readouterr().err
+    assert "error: rank 0 (drafter 0): ended by SIGKILL" in printed
+    assert "error: rank 1 (target 0): ended by SIGKILL" in printed
+    assert printed.count("resuming from step 5") == 2
+    _same_numbers(world, "killed")
+
+
+def test_two_torchrun_agents_resume_one_run(world: Path, tmp_path: Path) -> None:
+    _half_done(world, "nodes")
+    config = replace(config_of(world, "nodes"), topology=TopologyConfig(kind="split", targets=1, drafters=1))
+    path = tmp_path / "config.toml"
+    path.write_text(configuration.dump(config))
+    main = tmp_path / "main.py"
+    main.write_text(
+        "import sys\nfrom paceline import config, launch\nsys.exit(launch.run(config.load(sys.argv[1]), resume=True))\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+                *("--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port),
+                *(str(main), str(path)),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    printed = [agent.communicate(timeout=200)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], printed
+    assert "resuming from step 5" in printed[0]
+    _same_numbers(world, "nodes", first=5)
