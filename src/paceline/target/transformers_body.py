@@ -22,10 +22,11 @@ from paceline.target import gguf
 from paceline.target.base import Target, checksum
 from paceline.target.checks import check_target
 from paceline.target.describe import choose_layers, read_shape
-from paceline.target.ends import assemble, load_ends
+from paceline.target.ends import assemble
 from paceline.target.float8 import use_float8_weights
 from paceline.target.packing import check_positions, packed, row_of
 from paceline.target.source import ModelSource, load_failure, resolve
+from paceline.target.tensor_parallel import shard
 
 _HEAD_ROWS = 1024
 
@@ -69,12 +70,11 @@ class TransformersTarget(Target):
         shape = read_shape(config)
         layer_ids = layer_ids or choose_layers(shape.layers, config.features, config.layer_ids)
         dtype = compute_dtype(config, device)
+        model = _load_whole(source, dtype)
         if config.tensor_parallel > 1:
-            model = _load_sharded(source, dtype, config.tensor_parallel, device_mesh)
-            ends = load_ends(config, device, dtype)
-        else:
-            model = _load_whole(source, dtype).to(device)
-            ends = _ends_of(model, shape)
+            _shard(model, config, device_mesh)
+        model = model.to(device)
+        ends = _ends_of(model, shape)
         if config.weights == "float8":
             use_float8_weights(model.get_decoder(), device)
         return cls(model, shape, layer_ids, device, ends)
@@ -199,24 +199,21 @@ def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:
     return layers
 
 
-def _load_whole(source: ModelSource, dtype: torch.dtype) -> Any:
-    return _from_pretrained(source, source.arguments() | {"dtype": dtype})
-
-
-def _load_sharded(source: ModelSource, dtype: torch.dtype, size: int, mesh: Any | None) -> Any:
-    if mesh is None or mesh.size() != size:
+def _shard(model: Any, config: TargetConfig, mesh: Any | None) -> None:
+    if mesh is None or mesh.size() != config.tensor_parallel:
         raise UserError(
-            f"target.tensor_parallel = {size} without a group of {size} ranks",
+            f"target.tensor_parallel = {config.tensor_parallel} without a group of {config.tensor_parallel} ranks",
             "give the target as many ranks as it is sharded over, or set target.tensor_parallel = 1",
         )
-    return _from_pretrained(source, source.arguments() | {"dtype": dtype, "tp_plan": "auto", "device_mesh": mesh})
+    decoder = model.get_decoder()
+    shard(decoder, decoder.config, mesh, config.model)
 
 
-def _from_pretrained(source: ModelSource, arguments: dict[str, Any]) -> Any:
+def _load_whole(source: ModelSource, dtype: torch.dtype) -> Any:
     try:
         with gguf.quiet():
             model, found = AutoModelForCausalLM.from_pretrained(
-                **arguments, use_safetensors=True, output_loading_info=True
+                **source.arguments(), dtype=dtype, use_safetensors=True, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise load_failure(source, "weights", error) from error
