@@ -127,7 +127,8 @@ def drafter_shape(model: PreTrainedModel, block_size: int = 6) -> DrafterShape:
 
 
 def ends_of(model: PreTrainedModel, target: TargetShape | None = None) -> FrozenEnds:
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = (end.weight for end in ends if isinstance(end, torch.nn.Embedding | torch.nn.Linear))
     if target is not None:
         return assemble(embedding, head, None, target)
     return FrozenEnds(embedding.detach(), head.detach())

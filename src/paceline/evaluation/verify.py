@@ -107,6 +107,8 @@ def check_engines(config: Mapping[str, Any], shape: DrafterShape, tensors: Mappi
         wrong = [item for item in found if item not in scale]
         status: Status = "fail" if wrong else "note" if scale else "ok"
         told = f"{view.draft_tokens} draft tokens, layers {list(view.layer_ids or ())}"
+        if scale:
+            found.append("it has no field for the target's scaled embeddings, so expect fewer accepted tokens there")
         checks.append(Check(f"read by {view.engine}", status, "; ".join(found) or told))
     unfilled, unknown = engines.unfilled_and_unknown(tensors, shape.layers)
     detail = f"unfilled {unfilled[:3]}, unknown {unknown[:3]}" if unfilled or unknown else "every parameter is filled"

@@ -185,7 +185,7 @@ def check_fits(shape: DrafterShape, target: TargetShape, where: str) -> None:
 
 def mismatches(shape: DrafterShape, target: TargetShape) -> list[tuple[str, Any, Any]]:
     """(what, the drafter's, the target's) for every size that differs."""
-    pairs = [
+    pairs: list[tuple[str, Any, Any]] = [
         ("hidden size", shape.hidden_size, target.hidden_size),
         ("depth", shape.target_layers or target.layers, target.layers),
         ("vocabulary", shape.vocabulary, target.vocabulary),
