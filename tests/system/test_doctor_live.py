@@ -30,12 +30,12 @@ folder, rank, waits_for, act = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] 
 status = live.WorkerStatus(rank, "both", 7, "train", waits_for, 7, time.time())
 
 def step_of_the_worker():
+    print("serving", flush=True)
     if act == "hold":  # a native call that keeps the interpreter to itself
         ctypes.PyDLL(None).sleep(600)
     sys.stdin.read()  # until the test lets go
 
 with live.serve(folder, rank, lambda: status):
-    print("serving", flush=True)
     step_of_the_worker()
 print("left", flush=True)
 """

@@ -234,13 +234,14 @@ def _wait(root: tuple[int, ...], waiting: list[Seen], by_rank: dict[int, Seen]) 
             f"{circle} wait in a circle, so none of them will ever go on",
             "end the run, and keep the stacks below: transfers were launched in different orders on different ranks",
         )
-    culprit = by_rank.get(root[0])
+    last = next(iter(root))
+    culprit = by_rank.get(last)
     if culprit is None:
         return warning(
             subject,
             "waits for a rank that is not here",
             lines,
-            f"rank {root[0]} left no trace in this folder",
+            f"rank {last} left no trace in this folder",
             "see whether it started: its log, its host",
         )
     doing, level = _doing(culprit)

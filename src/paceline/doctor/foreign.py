@@ -194,9 +194,9 @@ def _environment(facts: dict[str, Any], subject: str) -> list[Finding]:
 
 
 def stack_lines(samples: Sequence[Sequence[stacks.Thread]], most: int = 12) -> list[str]:
-    """The last look's stacks in short, innermost first, for the end of the report."""
+    """The last look's stacks in short, innermost frame first; threads that run the user's own code before the rest."""
     lines: list[str] = []
-    for thread in samples[-1] if samples else []:
+    for thread in sorted(samples[-1] if samples else [], key=lambda thread: thread.own_code is None):
         gil = " holds the GIL" if thread.owns_gil else ""
         lines.append(f"{thread.name} ({'running' if thread.active else 'idle'}{gil})")
         lines += [f"    {frame.place}" for frame in thread.frames[:most]]

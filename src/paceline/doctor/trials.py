@@ -39,10 +39,10 @@ def _start(start: str, facts: dict[str, Any]) -> list[Finding]:
 
 def _speed(facts: dict[str, Any]) -> list[Finding]:
     cold, warm = facts["cold"], facts["warm"]
-    if "fault" in cold or "fault" in warm or not warm["traces"]:
+    if "fault" in cold or "fault" in warm or not warm["misses"]:  # Dynamo itself traces a score_mod, warm or not
         return []
     why = "the second process compiled anew although the first one's cache lay there"
-    return [warning(COMPILE, "the cache is not used", f"{warm['traces']} traces when warm", why, "see 'settings'")]
+    return [warning(COMPILE, "the cache is not used", f"{warm['misses']} misses when warm", why, "see 'settings'")]
 
 
 _HAZARDS = {

@@ -90,8 +90,8 @@ def _processors(facts: dict[str, Any]) -> list[Finding]:
 def _memory(memory: dict[str, Any]) -> list[Finding]:
     if not memory["total"]:
         return []
-    limited = memory["limit"] is not None and memory["limit"] < memory["total"]
-    total = memory["limit"] if limited else memory["total"]
+    total = min(memory["total"], memory["limit"] or memory["total"])
+    limited = total < memory["total"]
     free = total - (memory["used_of_limit"] or 0) if limited else memory["available"]
     value = f"{size(free)} of {size(total)} free" + (" (the container's limit)" if limited else "")
     if free and free > 4 << 30:

@@ -19,9 +19,8 @@ def fx_source(torch_folder: str | None = None) -> dict[str, Any] | None:
     ``kind``: "global", "per thread" or "unknown"; ``reader``: the function that `compile_wrapper` asks;
     ``lines``: the places themselves.
     """
-    spec = importlib.util.find_spec("torch") if torch_folder is None else None
-    folder = torch_folder or (spec and spec.submodule_search_locations and spec.submodule_search_locations[0])
-    if not folder:
+    folder = torch_folder or _torch_folder()
+    if folder is None:
         return None
     tracing = read(os.path.join(folder, "fx", "_symbolic_trace.py"))
     calling = read(os.path.join(folder, "_dynamo", "eval_frame.py"))
@@ -38,6 +37,12 @@ def fx_source(torch_folder: str | None = None) -> dict[str, Any] | None:
             *({"file": "torch/_dynamo/eval_frame.py", **line} for line in call_lines),
         ],
     }
+
+
+def _torch_folder() -> str | None:
+    spec = importlib.util.find_spec("torch")
+    places = spec.submodule_search_locations if spec else None
+    return places[0] if places else None
 
 
 def _flag_kind(source: str) -> tuple[str, list[dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     seconds = time.perf_counter() - begun
+
     return {
         "version": torch.__version__,
         "folder": os.path.dirname(torch.__file__),
@@ -34,7 +36,7 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
         "gil": sys._is_gil_enabled() if sys.version_info >= (3, 13) else True,
         "cuda": _part(_cuda, torch),
         "triton": _part(_triton),
-        "dynamo": _part(_dynamo, torch),
+        "dynamo": _part(_dynamo),
         "inductor": _part(_inductor),
     }
 
@@ -75,10 +77,8 @@ def _why_not(torch: Any) -> str:
 
 
 def _triton() -> dict[str, Any]:
-    import triton
-
-    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-    own = os.path.join(folder, "ptxas")
+    triton: Any = importlib.import_module("triton")
+    own = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
     return {"version": triton.__version__, "ptxas": _ptxas_version(own) if os.path.exists(own) else None}
 
 
@@ -89,11 +89,11 @@ def _ptxas_version(place: str) -> str:
     return next((line.strip() for line in told.splitlines() if "release" in line), told.strip()[-80:])
 
 
-def _dynamo(torch: Any) -> dict[str, Any]:
+def _dynamo() -> dict[str, Any]:
     """Settings as they are, and whether one made in the main thread is seen by another thread."""
-    from torch._dynamo import config
-
-    known = {name: config.__getattr__(name) for name in SETTINGS if name in config._config}
+    config: Any = importlib.import_module("torch._dynamo.config")
+    values = config.get_config_copy()
+    known = {name: values[name] for name in SETTINGS if name in values}
     seen: list[int] = []
     before = config.recompile_limit
     config.recompile_limit = before + 56
