@@ -12,6 +12,10 @@ from paceline.data.rows import RowError
 
 GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
+DEEP: Any = []
+for _ in range(200):
+    DEEP = [DEEP]
+
 
 @pytest.mark.parametrize(
     ("row", "shape"),
@@ -61,6 +65,8 @@ def test_the_other_shapes() -> None:
         ({"messages": [GOOD[0], {"role": "assistant", "tool_calls": [{"function": 1}]}]}, "bad-tools"),
         ({"prompt": 4, "completion": "b"}, "content-not-text"),
         ({"text": 5}, "content-not-text"),
+        ({"text": ""}, "empty-text"),
+        ({"messages": GOOD, "tools": [{"a": DEEP}]}, "bad-tools"),
         ({"id": 1}, "wrong-shape"),
         (5, "wrong-shape"),
         (None, "wrong-shape"),

@@ -39,6 +39,7 @@ _QUESTIONS = ("prompt", "question", "query", "input")
 _ANSWERS = ("completion", "response", "answer", "output", "chosen")
 _KINDS = ("kind", "category", "task")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_DEEPEST = 64
 _KEPT = ("tool_call_id", "name")
 
 
@@ -144,6 +145,8 @@ def _from_text(row: Mapping[str, Any]) -> Conversation:
     text = row.get("text")
     if not isinstance(text, str):
         raise RowError("wrong-shape" if text is None else "content-not-text", excerpt(_brief(row)))
+    if not text:
+        raise RowError("empty-text", excerpt(_brief(row)))
     return Conversation(text=text, kind=_kind(row))
 
 
@@ -243,16 +246,19 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "type": "function", "function": inner}
 
 
-def _check_leaves(value: Any) -> None:
+def _check_leaves(value: Any, depth: int = 0) -> None:
+    """Refuse what is no Unicode anywhere inside, and nesting that would exhaust the stack of what walks it later."""
+    if depth > _DEEPEST:
+        raise RowError("bad-tools", "nested too deeply")
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _check_leaves(key)
-            _check_leaves(item)
+            _check_leaves(key, depth + 1)
+            _check_leaves(item, depth + 1)
     elif isinstance(value, list):
         for item in value:
-            _check_leaves(item)
+            _check_leaves(item, depth + 1)
 
 
 def _maybe_json(value: Any) -> Any:

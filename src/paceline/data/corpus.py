@@ -135,7 +135,9 @@ def _locked(root: Path, key: str) -> Iterator[None]:
 def _build(
     folder: Path, config: DataConfig, settings: Settings, files: Files, seed: int, processes: int | None
 ) -> None:
-    scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    for left in folder.parent.glob(f".building-{folder.name}-*"):
+        shutil.rmtree(left, ignore_errors=True)  # by one that was killed: the lock is ours
+    scratch = Path(tempfile.mkdtemp(prefix=f".building-{folder.name}-", dir=folder.parent))
     if processes is None:
         processes = processes_for(sum(file.size for part in files for file in part))
     counter = Counter()

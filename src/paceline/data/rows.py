@@ -15,6 +15,7 @@ REASONS: dict[str, str] = {
     "unreadable-file": "the file is damaged from here on",
     "wrong-shape": "the row has none of the keys of the shape that was asked for or detected",
     "no-messages": "the list of messages is empty",
+    "empty-text": "pre-rendered text of length zero",
     "bad-message": "a message is not an object with a role and a content",
     "unknown-role": "a message has a role that is not system, user, assistant or tool",
     "null-content": "a message has no content and no tool call",
