@@ -13,23 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.drafter.float8 import UNIT_GRADIENT
+
 if TYPE_CHECKING:
-    from paceline.drafter.loss import Sweep
+    from paceline.drafter.loss import Rows, Sweep
     from paceline.training.optimizer import AdamW
 
-_COLUMNS = 4096
+_COLUMNS = 2048
 _ELEMENTS = 1024
 
 
-def sweep(
-    logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, losses_C: Tensor, correct_C: Tensor, sweep: Sweep
-) -> None:
-    """See `loss._sweep`. Without `reweigh` one launch does all; a row's second look at its logits comes from cache."""
+def sweep(rows: Rows, logits_CV: Tensor, gradient_CV: Tensor, sweep: Sweep) -> None:
+    """See `loss.Body`. Without `reweigh` one launch does all; a row's second look at its logits comes from cache."""
+    labels_C, weights_C, losses_C, correct_C = rows.labels, rows.weights, rows.losses, rows.correct
     totals_C = torch.empty_like(losses_C)
+    unit = gradient_CV.element_size() == 1
 
     def launch(statistics: bool, gradient: bool) -> None:
         _sweep_kernel[(len(logits_CV),)](
             logits_CV,
+            gradient_CV,
             labels_C,
             weights_C,
             losses_C,
@@ -42,6 +45,7 @@ def sweep(
             CAPPED=bool(sweep.ends.logit_softcap),
             STATISTICS=statistics,
             GRADIENT=gradient,
+            UNIT=UNIT_GRADIENT if unit else 0.0,
             COLUMNS=_COLUMNS,
             num_warps=8,
         )
@@ -55,17 +59,30 @@ def sweep(
         launch(statistics=False, gradient=True)
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _shape_logits(raw, scale, cap, CAPPED: tl.constexpr):
-    z = raw.to(tl.float32) * scale
+def _bits(logits, at, vocabulary, scale, cap, CAPPED: tl.constexpr):
+    """Scaled and capped logits in units of log 2 (exp2 is what the hardware has); -inf beyond the vocabulary."""
+    inside = at < vocabulary
+    z = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32) * (scale * _LOG2_E)
     if CAPPED:
-        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
-    return z
+        top = cap * _LOG2_E
+        z = top * (2.0 * tl.sigmoid(2.0 * z / top) - 1.0)
+    return tl.where(inside, z, float("-inf"))
+
+
+@triton.jit
+def _beats(z, aimed, at, label):
+    """Whether these logits win over the label's; as in argmax, the first of equals wins."""
+    return ((z > aimed) | ((z == aimed) & (at < label))).to(tl.int32)
 
 
 @triton.jit
 def _sweep_kernel(  # noqa: PLR0913, PLR0917
     logits,
+    gradients,
     labels,
     weights,
     losses,
@@ -78,46 +95,45 @@ def _sweep_kernel(  # noqa: PLR0913, PLR0917
     CAPPED: tl.constexpr,
     STATISTICS: tl.constexpr,
     GRADIENT: tl.constexpr,
+    UNIT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    label = tl.load(labels + row)
+    gradients += row * stride
+    label = tl.load(labels + row).to(tl.int32)
     columns = tl.arange(0, COLUMNS)
     if STATISTICS:
-        aimed = _shape_logits(tl.load(logits + label), scale, cap, CAPPED)
-        highest = tl.full((COLUMNS,), float("-inf"), tl.float32)
+        aimed = tl.max(_bits(logits, label + tl.arange(0, 1), vocabulary, scale, cap, CAPPED), axis=0)
+        # Kept per lane and joined once at the end: no reduction across the row inside the loop.
+        highest = tl.full((COLUMNS,), -1e30, tl.float32)
         mass = tl.zeros((COLUMNS,), tl.float32)
         beaten = tl.zeros((COLUMNS,), tl.int32)
-        for start in range(0, vocabulary, COLUMNS):
+        for start in range(0, vocabulary, 2 * COLUMNS):
             at = start + columns
-            inside = at < vocabulary
-            z = _shape_logits(tl.load(logits + at, mask=inside, other=0.0), scale, cap, CAPPED)
-            z = tl.where(inside, z, float("-inf"))
-            # Statistics are kept per lane and joined once at the end: no reduction across the row in the loop.
-            higher = tl.maximum(tl.maximum(highest, z), -1e30)
-            mass = mass * tl.exp(highest - higher) + tl.exp(z - higher)
+            first = _bits(logits, at, vocabulary, scale, cap, CAPPED)
+            second = _bits(logits, at + COLUMNS, vocabulary, scale, cap, CAPPED)
+            higher = tl.maximum(highest, tl.maximum(first, second))
+            mass = mass * tl.exp2(highest - higher) + tl.exp2(first - higher) + tl.exp2(second - higher)
             highest = higher
-            # As argmax does, the first of equal logits wins.
-            beaten |= ((z > aimed) | ((z == aimed) & (at < label))).to(tl.int32)
+            beaten |= _beats(first, aimed, at, label) | _beats(second, aimed, at + COLUMNS, label)
         top = tl.max(highest, axis=0)
-        total = top + tl.log(tl.sum(mass * tl.exp(highest - top), axis=0))
-        tl.store(losses + row, total - aimed)
+        total = top + tl.log2(tl.sum(mass * tl.exp2(highest - top), axis=0))
+        tl.store(losses + row, (total - aimed) / _LOG2_E)
         tl.store(totals + row, total)
         tl.store(correct + row, tl.max(beaten, axis=0) == 0)
     else:
         total = tl.load(totals + row)
     if GRADIENT:
-        weight = tl.load(weights + row)
+        factor = UNIT if UNIT > 0 else tl.load(weights + row)
         for start in range(0, vocabulary, COLUMNS):
             at = start + columns
-            inside = at < vocabulary
-            z = _shape_logits(tl.load(logits + at, mask=inside, other=0.0), scale, cap, CAPPED)
-            slope = scale
-            d = weight * (tl.exp(z - total) - (at == label).to(tl.float32))
+            z = _bits(logits, at, vocabulary, scale, cap, CAPPED)
+            d = factor * (tl.exp2(z - total) - (at == label).to(tl.float32))
             if CAPPED:
-                d *= 1.0 - (z / cap) * (z / cap)
-            tl.store(logits + at, (d * slope).to(logits.dtype.element_ty), mask=inside)
+                share = z / (cap * _LOG2_E)
+                d *= 1.0 - share * share
+            tl.store(gradients + at, (d * scale).to(gradients.dtype.element_ty), mask=at < vocabulary)
 
 
 def adamw(

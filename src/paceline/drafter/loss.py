@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from paceline.batches import FrozenEnds
+from paceline.drafter.float8 import Float8Head
 
 Reweigh = Callable[[Tensor, Tensor], Tensor]
 """(losses [C], given weights [C]) -> weights [C], detached: weights that depend on the model's own confidence."""
 
-_CHUNK_BYTES = {"cuda": 640 << 20, "cpu": 24 << 20}
+_CHUNK_BYTES = {"cuda": 960 << 20, "cpu": 24 << 20}
 """Logits held at once: large enough for matmuls at full speed, small enough not to matter (or to stay in cache)."""
 
 
@@ -37,12 +38,32 @@ class HeadResult:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """What is read of rows, and written for them."""
+
+    labels: Tensor
+    weights: Tensor
+    """Written only by a sweep that reweighs."""
+    losses: Tensor
+    correct: Tensor
+
+    def part(self, start: int, stop: int) -> Rows:
+        return Rows(*(x[start:stop] for x in (self.labels, self.weights, self.losses, self.correct)))
+
+
+@dataclass(frozen=True)
 class Sweep:
     """What a chunk's pass over its logits needs besides the logits."""
 
     ends: FrozenEnds
     reweigh: Reweigh | None
     gradient: bool
+    float8: Float8Head | None = None
+
+
+Body = Callable[[Rows, Tensor, Tensor, Sweep], None]
+"""(rows, logits [C, V], where d(logits) goes [C, V], sweep): fill losses and correct, bring weights up to date, write
+d(loss)/d(logits): over the logits themselves, or in units of `float8.UNIT_GRADIENT` without the weight in float8."""
 
 
 def frozen_head_loss(
@@ -53,14 +74,15 @@ def frozen_head_loss(
     *,
     chunk: int = 0,
     reweigh: Reweigh | None = None,
+    float8: Float8Head | None = None,
 ) -> HeadResult:
     """Sum over rows of weight · cross-entropy(head(hidden), label), with logits kept for `chunk` rows at a time.
 
     hidden [N, H] in the head's dtype, labels int64 [N], weights float32 [N]. chunk 0 chooses. With `reweigh`, the
-    chunk must be a multiple of the group of rows that it looks at together.
+    chunk must be a multiple of the group of rows that it looks at together. `float8` does both products in float8.
     """
     rows = chunk or chunk_rows(len(hidden_NH), ends.head_VH, 1)
-    sweep = Sweep(ends, reweigh, torch.is_grad_enabled() and hidden_NH.requires_grad)
+    sweep = Sweep(ends, reweigh, torch.is_grad_enabled() and hidden_NH.requires_grad, float8)
     loss, correct_N, losses_N = _FrozenHead.apply(hidden_NH, labels_N, weights_N, rows, sweep)  # type: ignore[misc]
     return HeadResult(loss, correct_N, losses_N)
 
@@ -87,23 +109,23 @@ class _FrozenHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, labels_N: Tensor, weights_N: Tensor, chunk: int, sweep: Sweep
     ) -> tuple[Tensor, Tensor, Tensor]:
-        device = hidden_NH.device
-        losses_N = torch.zeros(len(hidden_NH), dtype=_wide(hidden_NH), device=device)
-        correct_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=device)
-        used_N = weights_N.to(losses_N.dtype)
-        if sweep.reweigh is not None:
-            used_N = used_N.clone()
+        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        count, device = len(hidden_NH), hidden_NH.device
+        rows = Rows(
+            labels_N,
+            weights_N.to(wide, copy=sweep.reweigh is not None),
+            losses=torch.zeros(count, dtype=wide, device=device),
+            correct=torch.zeros(count, dtype=torch.bool, device=device),
+        )
         gradient_NH = torch.empty_like(hidden_NH) if sweep.gradient else None
-        for start in range(0, len(hidden_NH), chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden_NH[part], sweep.ends)
-            _sweep(logits, labels_N[part], used_N[part], losses_N[part], correct_N[part], sweep)
-            if gradient_NH is not None:
-                torch.mm(logits, sweep.ends.head_VH, out=gradient_NH[part])
+        for start in range(0, count, chunk):
+            part = rows.part(start, start + chunk)
+            given = None if gradient_NH is None else gradient_NH[start : start + chunk]
+            _chunk(hidden_NH[start : start + chunk], part, given, sweep)
         if gradient_NH is not None:
             ctx.save_for_backward(gradient_NH)
-        ctx.mark_non_differentiable(correct_N, losses_N)
-        return (losses_N * used_N).sum(), correct_N, losses_N
+        ctx.mark_non_differentiable(rows.correct, rows.losses)
+        return (rows.losses * rows.weights).sum(), rows.correct, rows.losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None]:
@@ -111,29 +133,31 @@ class _FrozenHead(torch.autograd.Function):
         return gradient_NH * grads[0].to(gradient_NH.dtype), None, None, None, None
 
 
+def _chunk(hidden_CH: Tensor, rows: Rows, gradient_CH: Tensor | None, sweep: Sweep) -> None:
+    body: Body = importlib.import_module("paceline.drafter.kernels").sweep if hidden_CH.is_cuda else plain_sweep
+    if sweep.float8 is not None:
+        logits_CV = sweep.float8.logits(hidden_CH)
+        gradient_CV = torch.empty_like(logits_CV, dtype=sweep.float8.gradient_dtype) if sweep.gradient else logits_CV
+        body(rows, logits_CV, gradient_CV, sweep)
+        if gradient_CH is not None:
+            gradient_CH.copy_(sweep.float8.gradient(gradient_CV, rows.weights))
+        return
+    logits_CV = _logits(hidden_CH, sweep.ends)
+    body(rows, logits_CV, logits_CV, sweep)
+    if gradient_CH is not None:
+        torch.mm(logits_CV, sweep.ends.head_VH, out=gradient_CH)
+
+
 def _logits(hidden_CH: Tensor, ends: FrozenEnds) -> Tensor:
     """Without scale and cap, which the sweep applies."""
     return torch.nn.functional.linear(hidden_CH, ends.head_VH, ends.head_bias_V)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _sweep(
-    logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, losses_C: Tensor, correct_C: Tensor, sweep: Sweep
-) -> None:
-    """Fill losses and correct, bring weights up to date, and turn the logits into d(loss)/d(logits) in place."""
-    body = importlib.import_module("paceline.drafter.kernels").sweep if logits_CV.is_cuda else _plain_sweep
-    body(logits_CV, labels_C, weights_C, losses_C, correct_C, sweep)
-
-
-def _plain_sweep(
-    logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, losses_C: Tensor, correct_C: Tensor, sweep: Sweep
-) -> None:
+def plain_sweep(rows: Rows, logits_CV: Tensor, gradient_CV: Tensor, sweep: Sweep) -> None:
+    """The `Body` in torch operations: the CPU's, and the kernel's oracle. Gradients go where the logits are."""
     ends = sweep.ends
-    z = logits_CV.to(losses_C.dtype)  # the same storage in float32 and float64
-    correct_C.copy_(z.argmax(dim=1) == labels_C)
+    z = logits_CV.to(rows.losses.dtype)  # the same storage in float32 and float64
+    rows.correct.copy_(z.argmax(dim=1) == rows.labels)
     if ends.logit_scale != 1.0:
         z.mul_(ends.logit_scale)
     slope = None
@@ -142,17 +166,17 @@ def _plain_sweep(
         slope = 1 - z.square()
         z.mul_(ends.logit_softcap)
     total_C = z.logsumexp(dim=1)
-    losses_C.copy_(total_C - z.gather(1, labels_C[:, None])[:, 0])
+    rows.losses.copy_(total_C - z.gather(1, rows.labels[:, None])[:, 0])
     if sweep.reweigh is not None:
-        weights_C.copy_(sweep.reweigh(losses_C, weights_C))
+        rows.weights.copy_(sweep.reweigh(rows.losses, rows.weights))
     if not sweep.gradient:
         return
     # weight · softmax in two passes over the chunk; then the label's own -weight.
-    z.sub_((total_C - weights_C.log())[:, None]).exp_()
-    z.scatter_add_(1, labels_C[:, None], -weights_C[:, None])
+    z.sub_((total_C - rows.weights.log())[:, None]).exp_()
+    z.scatter_add_(1, rows.labels[:, None], -rows.weights[:, None])
     if slope is not None:
         z.mul_(slope)
     if ends.logit_scale != 1.0:
         z.mul_(ends.logit_scale)
-    if z.data_ptr() != logits_CV.data_ptr():
-        logits_CV.copy_(z)
+    if z.data_ptr() != gradient_CV.data_ptr():
+        gradient_CV.copy_(z)

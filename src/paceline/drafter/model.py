@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from paceline.drafter.projections import Projection, joined, neighbours
 from paceline.drafter.rope import Rope, rotate
 from paceline.shapes import DrafterShape
 
@@ -40,37 +41,51 @@ class Attention(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_proj = Projection(shape.hidden_size, shape.heads * shape.head_dim)
+        self.k_proj = Projection(shape.hidden_size, shape.kv_heads * shape.head_dim)
+        self.v_proj = Projection(shape.hidden_size, shape.kv_heads * shape.head_dim)
+        self.o_proj = Projection(shape.heads * shape.head_dim, shape.hidden_size)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps)
+        self._whole_qkv: Tensor | None = None
+        self._whole_kv: Tensor | None = None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend) -> Tensor:
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), cos, sin)
-        k, v = self.keys_values(x, cos, sin)
-        k, v = torch.cat((context[0], k), dim=2), torch.cat((context[1], v), dim=2)
+        q, k, v = joined(x, (self.q_proj, self.k_proj, self.v_proj), self._whole_qkv)
+        q = rotate(self._heads(q, self.q_norm), cos, sin)
+        k = rotate(self._heads(k, self.k_norm), cos, sin)
+        k, v = torch.cat((context[0], k), dim=2), torch.cat((context[1], self._heads(v)), dim=2)
         return self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        """Of the fused context as it is, or of block states after the layer's input norm."""
-        k = rotate(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2), cos, sin)
-        return k, self._heads(self.v_proj(x)).transpose(1, 2)
+    def context(self, context: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+        """Keys and values of the fused context, which takes no input norm of the layer."""
+        k, v = joined(context, (self.k_proj, self.v_proj), self._whole_kv)
+        return rotate(self._heads(k, self.k_norm), cos, sin), self._heads(v)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+    def join(self) -> None:
+        self._whole_qkv = neighbours((self.q_proj, self.k_proj, self.v_proj))
+        self._whole_kv = neighbours((self.k_proj, self.v_proj))
+
+    def _heads(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """[R, T, heads · D] as [R, heads, T, D], each head normed."""
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return (x if norm is None else norm(x)).transpose(1, 2)
 
 
 class MLP(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Projection(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Projection(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Projection(shape.intermediate_size, shape.hidden_size)
+        self._whole: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = joined(x, (self.gate_proj, self.up_proj), self._whole)
+        return self.down_proj(functional.silu(gate) * up)
+
+    def join(self) -> None:
+        self._whole = neighbours((self.gate_proj, self.up_proj))
 
 
 class DecoderLayer(nn.Module):
@@ -85,11 +100,16 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, attend)
         if self.recompute and torch.is_grad_enabled():
-            return x + checkpoint(self._feed_forward, x, use_reentrant=False)  # type: ignore[operator]
+            return x + checkpoint(self._feed_forward, x, use_reentrant=False, context_fn=_keep_products)  # type: ignore
         return x + self._feed_forward(x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.post_attention_layernorm(x))
+
+
+def _keep_products() -> Any:
+    """Recompute everything between matrix products, and none of these."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default])
 
 
 class Drafter(nn.Module):
@@ -99,10 +119,11 @@ class Drafter(nn.Module):
         super().__init__()
         self.shape = shape
         self.rope = Rope(shape)
-        self.fc = nn.Linear(shape.features, shape.hidden_size, bias=False)
+        self.fc = Projection(shape.features, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self._joined_at = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,15 +145,32 @@ class Drafter(nn.Module):
     def project(self, features_RSF: Tensor, cos: Tensor, sin: Tensor) -> list[KeyValue]:
         """The tensor part of `context_kv`: what is compiled."""
         context = self.hidden_norm(self.fc(features_RSF))
-        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.decoder_layers()]
+        return [layer.self_attn.context(context, cos, sin) for layer in self.decoder_layers()]
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
+    def join(self) -> None:
+        """Find projections whose weights are neighbours in memory; to be called whenever parameters have moved."""
+        place = self.fc.weight.data_ptr()
+        if place == self._joined_at:
+            return
+        self._joined_at = place
+        for layer in self.decoder_layers():
+            layer.self_attn.join()
+            layer.mlp.join()
+
     def recompute(self, on: bool) -> None:
-        """Recompute each layer's feed-forward activations in the backward instead of keeping them."""
+        """Recompute what lies between a feed-forward's products in the backward, instead of keeping it."""
         for layer in self.decoder_layers():
             layer.recompute = on
+
+    def float8(self, on: bool) -> None:
+        """Run the layers' products in float8 (the fusion and the norms stay as they are)."""
+        for layer in self.decoder_layers():
+            for module in layer.modules():
+                if isinstance(module, Projection):
+                    module.float8 = on
 
     def compile_parts(self, **options: Any) -> None:
         """Compile layer by layer: one graph serves all, and a step has few graphs. Options are torch.compile's."""

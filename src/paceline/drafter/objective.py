@@ -18,6 +18,7 @@ from paceline.batches import BatchShape, FeatureBatch, FrozenEnds, TokenBatch
 from paceline.config import TrainingConfig
 from paceline.drafter import weighting
 from paceline.drafter.blocks import TILE, BlockMaskWriter, dense_attend, dense_mask, flex_attend
+from paceline.drafter.float8 import Float8Head
 from paceline.drafter.loss import HeadResult, argmax_matches, chunk_rows, frozen_head_loss
 from paceline.drafter.model import Attend, Drafter
 
@@ -64,9 +65,11 @@ class Objective:
         self._mask_id = torch.tensor([drafter.shape.mask_token_id], device=device)
         self._offsets_B = torch.arange(shape.block_size, device=device)
         self._flex_options = flex_options
+        self._float8_head = Float8Head(self._loss_ends) if config.matmul == "float8" else None
         self._padding = _padding(shape) if attention == "flex" else (0, 0)
         self._writer = self._make_writer(device) if attention == "flex" else None
         drafter.recompute(config.recompute)
+        drafter.float8(config.matmul == "float8")
 
     def compile(self, **options: Any) -> None:
         """Compile the drafter's layers one by one (they share one graph) and its context projections."""
@@ -106,6 +109,7 @@ class Objective:
 
     def hidden(self, batch: FeatureBatch) -> Tensor:
         """The drafter's final-normed states of every slot, [A, B, H]."""
+        self.drafter.join()
         tokens = batch.tokens
         pad_tokens, pad_anchors = self._padding
         starts_A = functional.pad(tokens.starts_A, (0, pad_anchors))
@@ -153,6 +157,7 @@ class Objective:
             _flat(weights_AB, rows_N),
             chunk=-(-chunk // slots) * slots if dynamic else chunk,
             reweigh=weighting.dpace(slots) if dynamic else None,
+            float8=self._float8_head,
         )
         return result, rows_N
 
