@@ -154,6 +154,14 @@ def test_workers_of_another_host_are_not_taken_for_dead(tmp_path: Path) -> None:
     assert ask(tmp_path)[5].state == "elsewhere"
 
 
+def test_a_worker_that_has_a_heartbeat_but_no_socket_yet(tmp_path: Path) -> None:
+    (tmp_path / "heartbeat").mkdir()
+    beat = {"pid": os.getpid(), "host": socket.gethostname(), "step": 0, "phase": "load target", "time": 5.0}
+    (tmp_path / "heartbeat" / "rank-0.json").write_text(json.dumps(beat))
+    assert ask(tmp_path)[0].state == "unopened"
+    assert max(one.level for one in diagnose(list(ask(tmp_path).values()))) is Level.INFO
+
+
 def test_a_worker_that_cannot_open_its_socket_works_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "live").write_text("in the way")
     with live.serve(tmp_path, 0, lambda: live.WorkerStatus(0, "both", 0, "train", None, None, 0.0)):

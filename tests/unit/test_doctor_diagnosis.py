@@ -134,6 +134,13 @@ def test_workers_of_another_host_are_no_fault() -> None:
     assert "ssh b" in found[1].remedy
 
 
+def test_a_rank_on_another_host_speaks_through_its_heartbeat() -> None:
+    beat = {"pid": 5, "step": 9, "phase": "receive", "time": NOW - 2, "waits_for": "features of batch 9 from rank 0"}
+    elsewhere = Seen(1, "elsewhere", NOW, host="b", pid=5, heartbeat=beat)
+    found = diagnose([absent(0, "gone"), elsewhere])
+    assert found[-1].value == "rank 1 waits for features of batch 9 from rank 0; rank 0 is gone"
+
+
 def test_a_leaked_flag_names_who_set_it() -> None:
     culprit = {"thread": "loader", "stack": ["prefetch.py:9 fill", "prefetch.py:2 run"]}
     (found,) = serious(worker(0, fx={"flag": True, "leaked": True, "culprit": culprit}))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from paceline.doctor import stacks
 from paceline.doctor.findings import Finding, Level, error, info, ok, warning
 
-State = Literal["answered", "elsewhere", "gone", "stopped", "silent", "ended"]
+State = Literal["answered", "elsewhere", "gone", "stopped", "silent", "unopened", "ended"]
 _RANKS = re.compile(r"\branks?\s+(\d+(?:(?:\s*,\s*|\s+and\s+)\d+)*)")
 _WARM = re.compile(r"warm|compil|start|load", re.IGNORECASE)
 _CIRCLE = 5.0
@@ -43,7 +43,9 @@ class Seen:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What the worker says of itself; empty where it says nothing or could not."""
+        """What the worker says of itself, on another host by its heartbeat; empty where it says nothing."""
+        if self.state == "elsewhere" and self.heartbeat:
+            return {**self.heartbeat, "since": self.heartbeat.get("time")}
         status = self.answer.get("status") or {}
         return status if "fault" not in status else {}
 
@@ -145,6 +147,8 @@ def _absence(worker: Seen) -> list[Finding]:
         return [
             info(worker.name, "runs on another host", worker.host, remedy=f"ask there: --through 'ssh {worker.host}'")
         ]
+    if worker.state == "unopened":
+        return [info(worker.name, "has no socket", f"pid {worker.pid}{last}", "it is starting, or could not open one")]
     return [info(worker.name, "has ended", f"pid {worker.pid}{last}")] if worker.state == "ended" else []
 
 

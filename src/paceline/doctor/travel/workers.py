@@ -36,13 +36,13 @@ def _ranks(folder: str) -> list[int]:
 
 
 def look_at(folder: str, rank: int, timeout: float) -> dict[str, Any]:
-    """One worker. ``state``: "answered", "elsewhere" (another host), "gone", "stopped", "silent" or "ended"."""
+    """One worker. ``state``: "answered", "elsewhere", "gone", "stopped", "silent", "unopened" or "ended"."""
     facts = _json(os.path.join(folder, "live", f"rank-{rank}.json"))
     heartbeat = _json(os.path.join(folder, "heartbeat", f"rank-{rank}.json"))
-    seen = {"rank": rank, "host": facts.get("host"), "heartbeat": heartbeat or None}
-    if facts.get("host") not in (None, socket.gethostname()):
-        return {**seen, "state": "elsewhere", "pid": facts.get("pid")}
-    pid = facts.get("pid") or heartbeat.get("pid")
+    host, pid = facts.get("host") or heartbeat.get("host"), facts.get("pid") or heartbeat.get("pid")
+    seen = {"rank": rank, "host": host, "heartbeat": heartbeat or None}
+    if host not in (None, socket.gethostname()):
+        return {**seen, "state": "elsewhere", "pid": pid}
     begun = time.monotonic()
     answer, fault = _ask(os.path.join(folder, "live", f"rank-{rank}.sock"), timeout)
     waited = round(time.monotonic() - begun, 2)
@@ -59,6 +59,8 @@ def _process(pid: int | None, had_socket: bool) -> dict[str, Any]:
         return {"state": "gone" if had_socket else "ended", "letter": letter}
     if letter in ("T", "t"):
         return {"state": "stopped", "letter": letter, "traced_by": int(status.get("TracerPid", "0"))}
+    if not had_socket:
+        return {"state": "unopened", "letter": letter}
     return {"state": "silent", "letter": letter, "wchan": read(f"/proc/{pid}/wchan").strip()}
 
 
