@@ -42,10 +42,17 @@ def corpus(prompts: list[list[int]], answers: list[list[int]], kinds: tuple[str,
     return Documents.of(rows, kinds)
 
 
-def train(target: TransformersTarget, drafter: Drafter, stream: Stream, steps: int, rate: float) -> None:
+def train(
+    target: TransformersTarget,
+    drafter: Drafter,
+    stream: Stream,
+    steps: int,
+    rate: float,
+    batch_shape: BatchShape = BATCH,
+) -> None:
     """Plain AdamW over the stream's batches, features made once."""
     drafter.train().requires_grad_(True)
-    objective = Objective(drafter, target.ends, BATCH, TrainingConfig(), "dense")
+    objective = Objective(drafter, target.ends, batch_shape, TrainingConfig(), "dense")
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
     features: dict[int, torch.Tensor] = {}
     for step in range(steps):
@@ -116,3 +123,31 @@ def test_exact_and_decoded_tau_agree_to_the_last_digit(tmp_path: Path):
     assert exact.accepted_only == decoded.accepted_only
     assert exact.by_kind == decoded.by_kind
     assert abs(exact.tau_macro - decoded.tau_macro) < 1e-12  # summed in another order of answers
+
+
+def test_an_overfitted_conversation_decodes_as_it_trained(tmp_path: Path):
+    """One conversation of 20 blocks and more, trained until every slot is right, then decoded block by block."""
+    model = make_target("llama")
+    config = save_target(model, tmp_path / "target")
+    _, shape = shapes_of(tmp_path / "target", block_size=4)
+    prompts = grouped_prompts(each=1)[:1]
+    answers = slow_answers(model, prompts, 90)
+    target = TransformersTarget.load(config, "cpu", shape.layer_ids)
+    batch_shape = BatchShape(tokens=96, anchors=90, block_size=4, gamma=2.0)
+    stream = Stream(corpus(prompts, answers), batch_shape, seed=0)
+    drafter = make_drafter(shape)
+    batch = FeatureBatch(stream.batch(0), target.features(stream.batch(0)))
+    objective = Objective(drafter, target.ends, batch_shape, TrainingConfig(), "dense")
+    right = 0.0
+    for _ in range(8):
+        train(target, drafter, stream, steps=50, rate=1e-2, batch_shape=batch_shape)
+        sums = objective.sums(batch)
+        right = float(sums.correct_B.sum() / sums.count_B.sum())
+        if right == 1.0:
+            break
+    assert right == 1.0
+    answer = decode(Engine(target.model, target.ends, drafter, shape), prompts, 90, ()).answers[0]
+    assert answer.tokens == answers[0]
+    steps = answer.committed[:-1]
+    assert len(steps) >= 20
+    assert sum(answer.accepted[:-1]) / len(steps) >= 0.95 * (shape.block_size - 1)

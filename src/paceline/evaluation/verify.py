@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paceline.batches import FrozenEnds
+from paceline.batches import FrozenEnds, TokenBatch
 from paceline.config import TargetConfig
 from paceline.drafter.blocks import dense_attend
 from paceline.drafter.model import Drafter
@@ -70,6 +70,7 @@ def verify(
     body = TransformersTarget.load(target, device, shape.layer_ids)
     checks += check_numbers(shape, tensors, body.ends, trained)
     checks += check_features(body.model, shape)
+    checks.append(check_target(body))
     return checks
 
 
@@ -79,6 +80,31 @@ def _sizes(shape: TargetShape) -> str:
 
 def failed(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status == "fail"]
+
+
+def check_target(body: TransformersTarget) -> Check:
+    """The target's own self-check, on random documents packed in one row."""
+    lengths = (9, 17, 6)
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    nothing = torch.zeros(1, dtype=torch.long)
+    batch = TokenBatch(
+        index=0,
+        ids_S=torch.randint(0, body.shape.vocabulary, (tokens,), generator=generator),
+        positions_S=torch.cat([torch.arange(length) for length in lengths]),
+        documents_S=torch.cat([torch.full((length,), n, dtype=torch.int32) for n, length in enumerate(lengths)]),
+        supervised_S=torch.zeros(tokens, dtype=torch.bool),
+        anchors_A=nothing,
+        starts_A=nothing,
+        labels_AB=nothing[:, None],
+        weights_AB=torch.zeros(1, 1),
+        bounds=(0, 9, 26, 32),
+    )
+    try:
+        body.self_check(batch.to(body.device))
+    except UserError as error:
+        return Check("target's self-check", "fail", error.what)
+    return Check("target's self-check", "ok", "packed features and the rest of the model give its own next tokens")
 
 
 def check_files(place: Path, shape: DrafterShape, tensors: Mapping[str, Tensor]) -> list[Check]:
