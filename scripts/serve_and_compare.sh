@@ -8,7 +8,7 @@ prompts=${4:-human-eval} count=${5:-64} port=${PORT:-8000} out=${OUT:-served}
 mkdir -p "$out"
 
 block=$(python -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["block_size"])' "$drafter")
-paceline verify "$drafter" --target "$target"
+paceline verify --drafter "$drafter" --target "$target"
 paceline eval --drafter "$drafter" --target "$target" --prompts "$prompts" --count "$count" --out "$out/ours.json"
 tau=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["acceptance"]["tau_micro"])' "$out/ours.json")
 
