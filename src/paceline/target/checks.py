@@ -20,7 +20,8 @@ if typing.TYPE_CHECKING:
 
 _DOCUMENTS = 3
 _TOKENS = 512
-_AGREEMENT = 0.99
+# Half precision sends a few tokens of a mixture of experts elsewhere; a wrong norm, head or scale agrees by chance.
+_AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.95, torch.float16: 0.95}
 # Relative to the size of a state: other kernels and other shapes round differently, a leak between documents does not
 # stay this small.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
@@ -37,15 +38,32 @@ def check_target(target: TransformersTarget, batch: TokenBatch) -> None:
         ids = batch.ids_S[start:end].to(target.device)
         states_nF, logits_nV = _alone(target, ids)
         _same_features(target, features_SF[start:end], states_nF)
-        agreed += int((top_S[start:end] == logits_nV.argmax(dim=-1)).sum())
+        agreed += _agreed(top_S[start:end], logits_nV, _TOLERANCE[target.dtype])
         counted += end - start
     _check_embedding(target, batch)
-    if counted and agreed < _AGREEMENT * counted and not _float8(target):
+    if counted and agreed < _AGREEMENT[target.dtype] * counted and not _float8(target):
         raise UserError(
             f"target {target.shape.name}: the layers after {target.layer_ids[-1]}, the norm and the head give the "
             f"model's own next token at {agreed} of {counted} positions only",
             "this kind of model is not captured rightly: choose another target, and report it with its configuration",
         )
+
+
+def _agreed(tokens_n: Tensor, logits_nV: Tensor, tolerance: float) -> int:
+    """Positions whose token is the model's own best, or so near it that rounding decides."""
+    logits = logits_nV.float()
+    own = logits.gather(-1, tokens_n.unsqueeze(-1)).squeeze(-1)
+    return int((own >= logits.amax(dim=-1) - tolerance * logits.std(dim=-1)).sum())
+
+
+def _as_good(top_n: Tensor, logits_nV: Tensor) -> Tensor:
+    """bool [n]: the choice is the model's own, or one whose logit is within two roundings of it.
+
+    Narrow dtypes tie the best logits of a vocabulary often, and other kernels break the tie otherwise.
+    """
+    best_n = logits_nV.amax(dim=-1)
+    margin_n = 2 * torch.finfo(logits_nV.dtype).eps * best_n.abs()
+    return logits_nV.gather(-1, top_n[:, None])[:, 0] >= best_n - margin_n
 
 
 def _real_tokens(target: TransformersTarget, batch: TokenBatch) -> int:
