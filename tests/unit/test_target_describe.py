@@ -243,3 +243,13 @@ def test_repairs_of_a_gguf_tokenizer() -> None:
     pieces = [text for text, _ in fast.backend_tokenizer.pre_tokenizer.pre_tokenize_str("\n\n1. 12")]
     assert pieces == ["ĊĊ", "1", ".", "Ġ", "1", "2"]
     assert gguf.end_ids(facts) == (4, 2)
+
+
+def test_a_broken_tokenizer_is_one_line(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    for broken in ("{", "[]", json.dumps(whole | {"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}})):
+        (tmp_path / "tokenizer.json").write_text(broken)
+        with pytest.raises(UserError, match="tokenizer"):
+            load_tokenizer(TargetConfig(model=str(tmp_path)))

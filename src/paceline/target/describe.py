@@ -165,7 +165,7 @@ def _plain_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     try:
         with gguf.quiet():
             return AutoTokenizer.from_pretrained(**source.arguments())
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # noqa: BLE001  (the tokenizers library raises bare Exceptions)
         raise load_failure(source, "tokenizer", error) from error
 
 

@@ -62,7 +62,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(**source.arguments())
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  (the tokenizers library raises bare Exceptions)
         raise load_failure(source, "tokenizer", error) from error
     repair_tokenizer(tokenizer, facts)
     return tokenizer
