@@ -25,17 +25,17 @@ from paceline.config import (
 VOCABULARY, END, MASK = 48, 47, 46
 
 
-def make_world(folder: Path) -> None:
+def make_world(folder: Path, head_dim: int = 8) -> None:
     """Write target and data below `folder`; any process may then use `config_of`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
+        hidden_size=2 * head_dim,
+        intermediate_size=3 * head_dim,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=256,
         eos_token_id=END,
         bos_token_id=1,

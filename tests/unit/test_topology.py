@@ -186,8 +186,8 @@ def test_assign_refuses_what_does_not_add_up() -> None:
 def test_splits_of_a_world() -> None:
     assert [str(topology) for topology in splits(3)] == [
         "colocated × 3",
-        "split 1 targets + 2 drafters",
-        "split 2 targets + 1 drafters",
+        "split 1 target + 2 drafters",
+        "split 2 targets + 1 drafter",
     ]
     assert [(t.targets, t.drafters) for t in splits(8, tensor_parallel=2)] == [(1, 6), (2, 4), (3, 2)]
 

@@ -25,7 +25,8 @@ TRAINING = "paceline.training.loop:train"
 def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int:
     """Run `program` on every process that `config.launch` and `config.topology` ask for; returns the exit code.
 
-    `program` is `module:function`, called as `function(config, world, resume) -> int` in each worker. Raises UserError
+    `program` is `module:function`, called as `function(config, world, resume) -> int` in each worker. Where there are
+    several it must keep a `pipeline.heartbeat.Heartbeat`, or it is taken for stalled. Raises UserError
     for what is wrong before any worker starts; a failure inside a worker of a local world is printed, with its log's
     path, and gives 1, or 2 where the user can mend it.
     """

@@ -57,9 +57,8 @@ def _say(text: str) -> None:
 
 
 def _prepare(run_folder: Path) -> None:
+    """Heartbeats of an earlier launch must not be taken for this one's. Its logs stay, and are added to."""
     shutil.rmtree(run_folder / HEARTBEATS, ignore_errors=True)
-    for path in (run_folder / "logs").glob("rank-*.log"):
-        path.unlink()
 
 
 def _attempt(world: LocalWorld, attempt: int) -> Failure | None:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -71,7 +72,7 @@ def main(argument: str) -> int:
     os.environ["PACELINE_ATTEMPT"] = str(order.attempt)
     world = World.from_environment("cpu")
     run_folder = Path(order.run_folder)
-    _log_to(log_path(run_folder, world.rank), order.attempt)
+    _log_to(log_path(run_folder, world.rank))
     try:
         config = configuration.load(order.config)
         program = load_program  # imported inside, once the device is chosen
@@ -131,12 +132,12 @@ def die_with(launcher: int) -> None:
         os._exit(CRASH)
 
 
-def _log_to(path: Path, attempt: int) -> None:
-    """From here on everything that this process prints, native code included, goes to its log."""
+def _log_to(path: Path) -> None:
+    """From here on everything that this process prints, native code included, is added to its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    if attempt:
-        os.write(file, f"--- start {attempt + 1} ---\n".encode())
+    if os.fstat(file).st_size:
+        os.write(file, f"--- started again {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(file, stream.fileno())

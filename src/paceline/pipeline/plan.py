@@ -48,6 +48,12 @@ _GPUS = {
     "RTX 4090": Gpu("RTX 4090", 24e9, 165e12, 1.008e12, 32e9),
     "RTX 5090": Gpu("RTX 5090", 32e9, 209e12, 1.79e12, 64e9),
 }
+_HOST = 8
+"""GPUs of one host, joined by their own links; beyond it everything is counted at the network's rate."""
+_NETWORK_RATE = 50e9
+"""Bytes a second, one way, of a 400 Gbit/s card for each GPU."""
+_LINK_SHARE = 0.7
+"""Of the published rate, that large messages reach."""
 _RESERVE = 2 * GIB
 """For the CUDA context, kernels and NCCL."""
 _SHARE_OF_PEAK = 0.45
@@ -116,7 +122,7 @@ def make_plan(
     """
     device = find_gpu(gpu)
     sizes = Sizes(config, target, drafter)
-    rates, basis = _rates(sizes, device, records)
+    rates, basis = _rates(sizes, device, world, records)
     global_batch = config.training.global_batch
     choice = None
     if config.topology.kind == "auto":
@@ -170,27 +176,30 @@ def _refuse_what_cannot_fit(ranks: Sequence[RankPlan], gpu: Gpu) -> None:
 # --- times ---------------------------------------------------------------------------------------------------------
 
 
-def _rates(sizes: Sizes, gpu: Gpu, records: Sequence[dict[str, Any]]) -> tuple[Rates, tuple[str, ...]]:
+def _rates(sizes: Sizes, gpu: Gpu, world: int, records: Sequence[dict[str, Any]]) -> tuple[Rates, tuple[str, ...]]:
     target, target_basis = _seconds("target", "target forward", target_operations(sizes), gpu, records)
     drafter, drafter_basis = _seconds("drafter", "drafter step", drafter_operations(sizes), gpu, records)
     shards = sizes.config.target.tensor_parallel
     parameters = drafter_parameters(sizes)
     topology = Topology("split", 1, 1, shards)
     alone = Topology("colocated", 1, 1)
+    link = _LINK_SHARE * (gpu.link_rate if world <= _HOST else _NETWORK_RATE)
     rates = Rates(
         target_seconds=target / shards,
         drafter_seconds=drafter,
         # Masters, two moments, gradient and weights are read and written once.
         optimizer_seconds=parameters * 30 / gpu.memory_rate,
         colocated_seconds=target + drafter,
-        all_reduce_seconds=parameters * 4 / (0.7 * gpu.link_rate),
-        transfer_seconds=wire_bytes(sizes) / (0.7 * gpu.link_rate),
+        all_reduce_seconds=parameters * 4 / link,
+        transfer_seconds=wire_bytes(sizes) / link,
         target_bytes=sum(_memory_of(sizes, topology, topology.role(1)).values()),
         drafter_bytes=sum(_memory_of(sizes, topology, topology.role(0)).values()),
         colocated_bytes=sum(_memory_of(sizes, alone, alone.role(0)).values()),
         device_bytes=_room(gpu),
     )
-    return rates, (target_basis, drafter_basis, "links and memory: 70 % and 100 % of their published rates")
+    between = "the GPUs' own links" if world <= _HOST else "a network card of 400 Gbit/s for each GPU"
+    traffic = f"traffic: {_LINK_SHARE:.0%} of the rate of {between}"
+    return rates, (target_basis, drafter_basis, traffic)
 
 
 def _seconds(part: str, kind: str, operations: float, gpu: Gpu, records: Sequence[dict[str, Any]]) -> tuple[float, str]:
@@ -283,7 +292,7 @@ def _speed(plan: Plan) -> list[str]:
     prediction, training = plan.prediction, plan.sizes.config.training
     lines = [
         f"predicted: {prediction.batches_per_second * training.tokens:,.0f} tokens/s, "
-        f"{prediction.step_seconds:.3f} s a step; {prediction.limit} set the pace"
+        f"{prediction.step_seconds:.3f} s a step; the pace is set by: {prediction.limit}"
     ]
     if plan.topology.kind == "split":
         lines.append(f"idle: targets {prediction.target_idle:.0%}, drafters {prediction.drafter_idle:.0%}")

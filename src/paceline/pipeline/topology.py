@@ -111,8 +111,12 @@ class Topology:
     def __str__(self) -> str:
         if self.kind == "colocated":
             return f"colocated × {self.drafters}"
-        shards = f" (each of {self.tensor_parallel} ranks)" if self.tensor_parallel > 1 else ""
-        return f"split {self.targets} targets{shards} + {self.drafters} drafters"
+        shards = f" of {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
+        return f"split {_count(self.targets, 'target')}{shards} + {_count(self.drafters, 'drafter')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def assign(config: TopologyConfig, world: int, tensor_parallel: int = 1) -> Topology:
