@@ -1,0 +1,169 @@
+"""Make the shipped files of the demo data from prompts and raw answers.
+
+    python benchmarks/make_demo_files.py --prompts prompts.jsonl --raw raw.jsonl.gz --tokenizer smollm2/ \
+        --out src/paceline/demo_data
+
+Left out, and counted by reason in `record.json`: answers that are empty, that loop, whose text does not encode to the
+same ids again, and held-out answers that resemble a training answer. Answers that hit the limit of tokens are cut to
+whole sentences, as are looping training answers before their loop, if enough is left: it still is what the target
+writes. They are marked `"truncated": true`: no end of turn follows them. Of each kind, answers that came to an end are
+preferred.
+"""
+
+import argparse
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from demo_checks import SIMILAR, ShingleIndex, loops, start_of_loop
+from make_demo_answers import END, Answer, chat, compressed, prompt_ids, read_rows, record_path
+
+SPLITS = ("train", "held_out")
+CUT_AT_LEAST = 48
+SENTENCE_END = re.compile(r"[.!?][\"')*]*(?=\s)|\n\s*\n")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A prompt with its answer, fit to be shipped unless `reason` says why not."""
+
+    row: dict[str, Any]
+    answer: Answer
+    text: str
+    reason: str | None = None
+
+    @property
+    def preference(self) -> tuple[bool, str]:
+        """Answers that came to an end first; beyond that no order but chance (the id is a hash)."""
+        return not self.answer.finished, self.row["id"].rpartition("-")[2]
+
+    def shipped(self) -> dict[str, Any]:
+        messages = [*chat(self.row["prompt"]), {"role": "assistant", "content": self.text}]
+        row = {"id": self.row["id"], "kind": self.row["kind"], "messages": messages}
+        return row if self.answer.finished else {**row, "truncated": True}
+
+
+# --- what is wrong with an answer ---
+
+
+def whole_sentences(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """The ids up to the last end of a sentence; none if that is too short or splits a token."""
+    text = decoded(tokenizer, ids)
+    ends = [match.end() for match in SENTENCE_END.finditer(text)]
+    cut = tokenizer.encode(text[: ends[-1]].rstrip(), add_special_tokens=False) if ends else []
+    return cut if len(cut) >= CUT_AT_LEAST and cut == ids[: len(cut)] else []
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def encodes_back(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: Answer, text: str) -> bool:
+    """Whether the conversation, rendered and encoded as training does it, holds exactly the ids that were written."""
+    messages = [*chat(prompt), {"role": "assistant", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    wanted = [*prompt_ids(tokenizer, prompt), *answer.ids, tokenizer.convert_tokens_to_ids(END)]
+    return ids[: len(wanted)] == wanted
+
+
+def judged(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], answer: Answer) -> Candidate:
+    candidate = Candidate(row, answer, decoded(tokenizer, answer.ids))
+    if not candidate.text.strip():
+        return replace(candidate, reason="empty")
+    if loops(answer.ids, candidate.text):
+        return replace(candidate, reason="looping")
+    if not encodes_back(tokenizer, row["prompt"], answer, candidate.text):
+        return replace(candidate, reason="encodes differently")
+    return candidate
+
+
+def best_version(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], answer: Answer) -> Candidate:
+    """The answer as it is, or, where it broke off or (training only) loops, its whole sentences before that."""
+    candidate = judged(tokenizer, row, answer)
+    looping = candidate.reason == "looping"
+    if answer.finished and not looping:
+        return candidate
+    if looping and row["split"] != "train":
+        return candidate
+    stop = start_of_loop(answer.ids) if looping else len(answer.ids)
+    shorter = judged(tokenizer, row, Answer(whole_sentences(tokenizer, answer.ids[:stop]), finished=False))
+    return candidate if shorter.reason else shorter
+
+
+# --- what is taken ---
+
+
+def split_apart(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """The same candidates, training ones first; a held-out answer that is like a training answer gets a reason."""
+    seen = ShingleIndex()
+    for candidate in sorted(candidates, key=lambda candidate: SPLITS.index(candidate.row["split"])):
+        if candidate.reason is None and candidate.row["split"] == "train":
+            seen.add(candidate.text)
+            yield candidate
+        elif candidate.reason is None and seen.highest(candidate.text) >= SIMILAR:
+            yield replace(candidate, reason="answer resembles a training answer")
+        else:
+            yield candidate
+
+
+def best_of_each_kind(candidates: list[Candidate], limit: int) -> dict[str, list[Candidate]]:
+    by_kind: defaultdict[str, list[Candidate]] = defaultdict(list)
+    for candidate in sorted(candidates, key=lambda candidate: candidate.preference):
+        if len(by_kind[candidate.row["kind"]]) < limit:
+            by_kind[candidate.row["kind"]].append(candidate)
+    return dict(sorted(by_kind.items()))
+
+
+def mixed(by_kind: dict[str, list[Candidate]]) -> list[dict[str, Any]]:
+    """One row of each kind in turn, so that every prefix of the file is balanced."""
+    shuffled = [sorted(same, key=lambda candidate: candidate.preference[1]) for same in by_kind.values()]
+    return [candidate.shipped() for turn in zip_longest(*shuffled) for candidate in turn if candidate is not None]
+
+
+def summary(by_kind: dict[str, list[Candidate]]) -> dict[str, Any]:
+    answers = [candidate.answer for same in by_kind.values() for candidate in same]
+    tokens = sum(len(answer.ids) for answer in answers)
+    return {
+        "rows": len(answers),
+        "by_kind": {kind: len(same) for kind, same in by_kind.items()},
+        "answer_tokens": tokens,
+        "mean_answer_tokens": round(tokens / max(len(answers), 1), 1),
+        "truncated": sum(not answer.finished for answer in answers),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--prompts", "--raw", "--tokenizer", "--out"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--train-per-kind", type=int, default=540)
+    parser.add_argument("--held-out-per-kind", type=int, default=34)
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    answers = {row["id"]: Answer(row["ids"], row["finished"]) for row in read_rows(arguments.raw)}
+    answered = [row for row in read_rows(arguments.prompts) if row["id"] in answers]
+    candidates = list(split_apart([best_version(tokenizer, row, answers[row["id"]]) for row in answered]))
+    left_out = Counter(f"{each.row['split']}: {each.reason}" for each in candidates if each.reason)
+    record: dict[str, Any] = {"generation": json.loads(record_path(arguments.raw).read_text())}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for split, limit in zip(SPLITS, (arguments.train_per_kind, arguments.held_out_per_kind), strict=True):
+        fit = [each for each in candidates if each.reason is None and each.row["split"] == split]
+        chosen = best_of_each_kind(fit, limit)
+        (arguments.out / f"{split}.jsonl.gz").write_bytes(compressed(mixed(chosen)))
+        record[split] = summary(chosen)
+        left_out[f"{split}: more than wanted of its kind"] = len(fit) - record[split]["rows"]
+    record["left_out"] = dict(sorted(left_out.items()))
+    (arguments.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
