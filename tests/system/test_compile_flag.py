@@ -21,14 +21,19 @@ LEAKS = ["overlap", "overlap_with_operator"]
 
 
 @pytest.fixture(scope="module")
-def bare() -> dict:
+def found() -> dict:
+    return answer(start("fx_flag.py"))
+
+
+@pytest.fixture
+def bare(found: dict) -> dict:
     """Without our rules, and without the guard."""
-    return answer(start("fx_flag.py", "race", *LEAKS, "fork"))
+    return found["bare"]
 
 
-@pytest.fixture(scope="module")
-def guarded() -> dict:
-    return answer(start("fx_flag.py", "--guard", "race", *LEAKS, "fork", "spawn"))
+@pytest.fixture
+def guarded(found: dict) -> dict:
+    return found["guarded"]
 
 
 def fails(calls: list[str]) -> bool:

@@ -1,8 +1,9 @@
 """How torch's FX-tracing flag breaks compiled calls, each way made certain by events instead of chance.
 
-    python fx_flag.py [--guard] SCENARIO...
+    python fx_flag.py
 
-Prints one JSON object: for each scenario what the calls of a compiled function said, and what the guard said.
+Prints one JSON object: for each scenario what the calls of a compiled function said, and what the guard said; first
+"bare", with nothing installed, then "guarded".
 """
 
 import json
@@ -179,19 +180,21 @@ def clean() -> None:
     torch.nn.Module.__getattr__ = names["_orig_module_getattr"]
 
 
-SCENARIOS = {action.__name__: action for action in (race, overlap, overlap_with_operator, fork, spawn)}
-
-
-def main(arguments: list[str]) -> None:
-    if "--guard" in arguments:
-        guard.install()
-    victim(X)
+def run(scenarios: list[Callable[[], dict]]) -> dict:
     found = {}
-    for name in [argument for argument in arguments if argument != "--guard"]:
-        found[name] = SCENARIOS[name]()
+    for scenario in scenarios:
+        found[scenario.__name__] = scenario()
         clean()
-    print(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    victim(X)
+    bare = run([race, overlap, overlap_with_operator, fork])
+    guard.install()
+    guarded = run([race, overlap, overlap_with_operator, fork, spawn])
+    print(json.dumps({"bare": bare, "guarded": guarded}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,9 +1,10 @@
 """One worker of a launch on CPU: warms up on a cache and prints what happened as JSON.
 
-    python warm_worker.py ROOT NAME [--leader] [--flex] [--no-repair] [--die-in-backward]
+    python warm_worker.py ROOT NAME [--leader] [--flex] [--bare-first] [--die-in-backward]
 
 `--die-in-backward` is kill -9 in the middle of the first compilation: after the forward was compiled and saved, as the
-backward's compilation starts. `--no-repair` runs the parts without Paceline's warm-up, on the cache as it lies there.
+backward's compilation starts. `--bare-first` runs the parts without Paceline's warm-up before it, on the cache as it
+lies there.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import torch
 from fast_cpu import skip_probes
 from torch import nn
 
-from paceline.compiling import counters, guard
 from paceline.compiling.cache import CompileCache
 from paceline.compiling.fingerprint import take
 from paceline.compiling.warmup import PhaseReport, Role, WarmPart, warm_up
@@ -76,21 +76,23 @@ def die_when_backward_compiles() -> None:
     callback_handler.register_start_callback(die)
 
 
-def run_bare(parts: list[WarmPart]) -> dict:
-    guard.install()
+def bare_error(parts: list[WarmPart]) -> str | None:
+    """What torch dies of on this cache, if it does."""
     try:
         for part in parts:
             part.run()
-    except RuntimeError as error:  # the point is which error torch dies of
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": None}
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch._dynamo.reset()
+    return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("name")
-    for flag in ("--leader", "--flex", "--no-repair", "--die-in-backward"):
+    for flag in ("--leader", "--flex", "--bare-first", "--die-in-backward"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     cache = CompileCache(options.root, take(files=[Path(__file__)], modules=()))
@@ -99,8 +101,9 @@ def main() -> None:
     parts = [step_part(), *([flex_part()] if options.flex else [])]
     if options.die_in_backward:
         die_when_backward_compiles()
-    answer = run_bare(parts) if options.no_repair else warm(parts, cache, Role(options.leader, options.name, 120.0))
-    print(json.dumps({"folder": str(cache.folder), **answer, "counters": vars_of(counters.read())}))
+    bare = bare_error(parts) if options.bare_first else None
+    answer = warm(parts, cache, Role(options.leader, options.name, 120.0))
+    print(json.dumps({"folder": str(cache.folder), "bare_error": bare, **answer}))
 
 
 def warm(parts: list[WarmPart], cache: CompileCache, role: Role) -> dict:
@@ -117,10 +120,6 @@ def warm(parts: list[WarmPart], cache: CompileCache, role: Role) -> dict:
         "warnings": list(outcome.warnings),
         "phases": phases,
     }
-
-
-def vars_of(total: counters.Counters) -> dict[str, int]:
-    return {name: value for name, value in vars(total).items() if value}
 
 
 if __name__ == "__main__":
