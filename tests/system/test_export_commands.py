@@ -42,7 +42,8 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     config = save_target(model, place / "target")
     target, shape = shapes_of(place / "target")
     drafter = make_drafter(shape)
-    card = export.CardFacts(target=str(place / "target"))
+    rows = (export.TauRow("code", 2.5, 1.5, 10),)
+    card = export.CardFacts(target=str(place / "target"), settings="[training]", results=rows)
     export.write(
         place / "run" / "best", drafter.state_dict(), shape, target, dtype="float32", tokenizer=tokenizer(), card=card
     )
@@ -61,6 +62,10 @@ def test_export_verify_import(world, layout: str, capsys: pytest.CaptureFixture[
     assert run_verify(VerifyOptions(str(out), config.model)) == 0
     assert "fail" not in capsys.readouterr().out
     assert (out / "tokenizer.json").exists()
+    card = (out / "README.md").read_text()
+    assert "| code | 2.500 |" in card, "what was measured travels with the drafter"
+    assert "[training]" in card
+    assert ("sglang" in card) == (layout == "dflash")
 
 
 def test_verify_fails_on_another_template(world, tmp_path: Path):

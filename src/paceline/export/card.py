@@ -43,9 +43,10 @@ CONVENTION = (
 )
 
 
-def render(shape: DrafterShape, facts: CardFacts, name: str) -> str:
+def render(shape: DrafterShape, facts: CardFacts, name: str, layout: str = "dflash") -> str:
     """README.md, with the commands that serve this very folder."""
-    return "\n".join([*_head(shape, facts, name), *_results(facts), *_serving(shape, facts), *_training(facts)])
+    serving = _serving(shape, facts, layout)
+    return "\n".join([*_head(shape, facts, name), *_results(facts), *serving, *_training(facts)])
 
 
 def _head(shape: DrafterShape, facts: CardFacts, name: str) -> list[str]:
@@ -91,23 +92,14 @@ def _interval(row: TauRow) -> str:
     return f"{row.low:.2f} … {row.high:.2f}" if row.low == row.low else "–"
 
 
-def _serving(shape: DrafterShape, facts: CardFacts) -> list[str]:
-    return [
-        "## Serving",
-        "",
-        "vLLM:",
-        "",
-        "```bash",
-        vllm_command(shape, facts.target, "."),
-        "```",
-        "",
-        "SGLang:",
-        "",
-        "```bash",
-        sglang_command(shape, facts.target, "."),
-        "```",
-        "",
-    ]
+def _serving(shape: DrafterShape, facts: CardFacts, layout: str) -> list[str]:
+    commands = [("vLLM", vllm_command(shape, facts.target, "."))]
+    if layout == "dflash":
+        commands.append(("SGLang", sglang_command(shape, facts.target, ".")))
+    lines = ["## Serving", ""]
+    for engine, command in commands:
+        lines += [f"{engine}:", "", "```bash", command, "```", ""]
+    return lines
 
 
 def vllm_command(shape: DrafterShape, target: str, folder: str) -> str:

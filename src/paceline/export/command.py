@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import __version__
 from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.export import files, folder
@@ -45,8 +44,10 @@ def run_export(options: ExportOptions) -> int:
     shape = dataclasses.replace(
         shape, target_layers=shape.target_layers or target.layers, eos_token_ids=shape.eos_token_ids or target.eos_ids
     )
-    card = CardFacts(
-        target=name, target_revision=target_revision(config) or noted.get("revision", ""), version=__version__
+    card = dataclasses.replace(
+        folder.read_card(source) or CardFacts(target=name),
+        target=name,
+        target_revision=target_revision(config) or noted.get("revision", ""),
     )
     out = folder.write(
         Path(options.out),
@@ -61,7 +62,8 @@ def run_export(options: ExportOptions) -> int:
     gap = folder.compare(out, tensors, shape)
     print(f"{out}: {len(tensors)} tensors in {options.dtype}, reloaded; largest relative difference {gap:.1e}")
     print(vllm_command(shape, name, str(out)))
-    print(sglang_command(shape, name, str(out)))
+    if options.layout == "dflash":
+        print(sglang_command(shape, name, str(out)))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline import __version__
 from paceline.errors import UserError
 from paceline.export import files, variants
-from paceline.export.card import CardFacts, render
+from paceline.export.card import CardFacts, TauRow, render
 from paceline.export.layout import DTYPES, check_tensors, config_json, shape_from_config
 from paceline.export.speculators_layout import (
     VERIFIER_COPIES,
@@ -54,12 +55,13 @@ def write(  # noqa: PLR0913  (what a folder is made of)
     check_tensors(state, shape, "this drafter")
     tensors = _weights(state, dtype)
     facts = card or CardFacts(target=target.name)
+    facts = dataclasses.replace(facts, version=facts.version or __version__)
 
     def fill(place: Path) -> None:
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
         files.write_json(place / "config.json", _config(shape, dtype, layout, target))
         files.write_json(place / FACTS, _facts(shape, target, facts, tokenizer))
-        (place / "README.md").write_text(render(shape, facts, folder.name), encoding="utf-8")
+        (place / "README.md").write_text(render(shape, facts, folder.name, layout), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
 
@@ -122,6 +124,7 @@ def _facts(
         },
         "target_layers": shape.target_layers,
         "template_hash": template_hash(tokenizer),
+        "card": dataclasses.asdict(facts),
     }
 
 
@@ -138,6 +141,16 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """What `write` noted of the target, or {} for a folder that another program wrote."""
     path = Path(folder) / FACTS
     return files.read_json(path) if path.exists() else {}
+
+
+def read_card(folder: Path) -> CardFacts | None:
+    """The model card's facts of a folder that Paceline wrote, for writing it again in another layout."""
+    card = read_facts(folder).get("card")
+    if card is None:
+        return None
+    rows = ({key: math.nan if value is None else value for key, value in row.items()} for row in card["results"])
+    results = tuple(TauRow(**row) for row in rows)
+    return CardFacts(**card | {"results": results, "data": tuple(card["data"]), "notes": tuple(card["notes"])})
 
 
 def read(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
