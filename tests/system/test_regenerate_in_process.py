@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.regenerate import RegenerateOptions, regenerate
-from paceline.regenerate.in_process import Writer
+from paceline.regenerate.in_process import Writer, rows_that_fit
+from paceline.shapes import TargetShape
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -163,6 +164,13 @@ def test_journal_of_other_settings_is_not_continued(model_folder: Path, source: 
     regenerate(options(model_folder, source, tmp_path, limit=1), lambda _: None)
     with pytest.raises(UserError, match="begun with another"):
         regenerate(options(model_folder, source, tmp_path, limit=1, temperature=0.5), lambda _: None)
+
+
+def test_batches_fit_the_memory_there_is() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    shape = TargetShape("t", "qwen3", 4096, 36, 151936, 32, 8, 128, 12288, 1e-6, rope, 40960, False, (), (0,))
+    assert rows_that_fit(100 << 30, shape, 4096) == 71  # 147,456 bytes a token
+    assert rows_that_fit(1 << 20, shape, 4096) == 1
 
 
 def test_a_device_that_is_not_there(model_folder: Path, source: str, tmp_path: Path) -> None:

@@ -54,10 +54,20 @@ class Writer:
             if not waiting:
                 return
             waiting.sort(key=lambda item: len(item.ids))
-            chosen, waiting = waiting[-self.batch :], waiting[: -self.batch]
+            count = self._rows(len(waiting[-1].ids))
+            chosen, waiting = waiting[-count:], waiting[:-count]
             for asked, answer in zip(chosen, self._answer([item.ids for item in chosen]), strict=True):
                 asked.draft.add(answer)
                 yield from self._ask(asked.draft, waiting)
+
+    def _rows(self, longest: int) -> int:
+        """Answers written at once: as asked, or what the GPU's free memory takes."""
+        if self.options.batch or self.device.type != "cuda":
+            return self.batch
+        self._loaded()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return min(self.batch, rows_that_fit(free, self.shape, longest + self.options.max_new_tokens))
 
     def _ask(self, draft: Draft, waiting: list[_Asked]) -> Iterator[Draft]:
         """Queue the draft's next prompt, or yield the draft if there is none."""
@@ -112,8 +122,8 @@ class Writer:
     def _judge(self, prompt: list[int], row: list[int]) -> Answer:
         end = next((place for place, token in enumerate(row) if token in self.shape.eos_ids), None)
         ids = row if end is None else row[:end]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        message = split_reasoning(text, self.tokenizer.decode(prompt[-8:]))
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        message = split_reasoning(text, str(self.tokenizer.decode(prompt[-8:])))
         flags = ["truncated"] if end is None else []
         flags += ["empty"] if not message["content"].strip() else []
         flags += ["looping"] if is_looping(text) else []
@@ -132,6 +142,12 @@ class Writer:
             # Sampling is what the options say, and nothing that the model's authors recommend beside it.
             self._model.generation_config = GenerationConfig()
         return self._model
+
+
+def rows_that_fit(free_bytes: int, shape: TargetShape, tokens: int) -> int:
+    """Rows of this many tokens whose keys and values (two bytes each) fit, with as much again while a cache grows."""
+    per_token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return max(1, int(0.4 * free_bytes) // (per_token * tokens))
 
 
 def _device(name: str) -> torch.device:

@@ -20,11 +20,14 @@ from paceline.shapes import TargetShape
 class Target(ABC):
     """A frozen model that turns packed token batches into context features."""
 
-    shape: TargetShape
-    layer_ids: tuple[int, ...]
-    """0-based, ascending; the feature of id l is the raw output of decoder layer l."""
-    device: torch.device
-    dtype: torch.dtype
+    def __init__(
+        self, shape: TargetShape, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`layer_ids` are 0-based and ascend; the feature of id l is the raw output of decoder layer l."""
+        self.shape = shape
+        self.layer_ids = layer_ids
+        self.device: torch.device = device
+        self.dtype = dtype
 
     @property
     @abstractmethod

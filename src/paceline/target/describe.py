@@ -164,8 +164,9 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
 def _plain_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     try:
         with gguf.quiet():
-            return AutoTokenizer.from_pretrained(**source.arguments())
-    except Exception as error:  # noqa: BLE001  (the tokenizers library raises bare Exceptions)
+            loaded: Any = AutoTokenizer.from_pretrained(**source.arguments())
+            return loaded
+    except Exception as error:
         raise load_failure(source, "tokenizer", error) from error
 
 
@@ -229,7 +230,7 @@ def _role(token_id: int, shape: TargetShape, tokenizer: PreTrainedTokenizerBase)
         return "token for unknown text"
     if token_id >= len(tokenizer):
         return ""
-    text = tokenizer.convert_ids_to_tokens(token_id)
+    text = str(tokenizer.convert_ids_to_tokens(token_id))
     added = token_id in tokenizer.added_tokens_decoder
     return f"chat template's token {text!r}" if added and text in _template_text(tokenizer) else ""
 

@@ -63,8 +63,7 @@ class CachedTarget(Target):
         Raises UserError where memory or disk cannot hold them; nothing is computed before that is known.
         """
         self.target = target
-        self.shape, self.layer_ids = target.shape, target.layer_ids
-        self.device, self.dtype = target.device, target.dtype
+        super().__init__(target.shape, target.layer_ids, target.device, target.dtype)
         self._documents = documents
         self._tokens = tokens
         self._held_out: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
@@ -247,7 +246,7 @@ def documents_digest(documents: Texts, tokens: int) -> str:
 
 def free_memory() -> int:
     """Bytes that this process may still take: the machine's, or its control group's if that is less."""
-    free = int(psutil.virtual_memory().available)
+    free = psutil.virtual_memory().available
     for limit, used in _GROUPS:
         try:
             free = min(free, int(limit.read_text()) - int(used.read_text()))

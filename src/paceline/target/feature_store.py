@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +117,7 @@ class Shards:
         return [shard for shard in self.shards if not self._is_kept(shard)]
 
     @contextlib.contextmanager
-    def claim(self, shard: Shard, *, wait: bool) -> Iterator[bool]:
+    def claim(self, shard: Shard, *, wait: bool) -> Generator[bool]:
         """Whether the shard is this process's to compute now; on disk, no other process computes it meanwhile."""
         if self._is_kept(shard):
             yield False

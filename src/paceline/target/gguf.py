@@ -14,7 +14,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     facts = metadata(source.gguf_file)
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(**source.arguments())
-    except Exception as error:  # noqa: BLE001  (the tokenizers library raises bare Exceptions)
+            tokenizer: Any = AutoTokenizer.from_pretrained(**source.arguments())
+    except Exception as error:
         raise load_failure(source, "tokenizer", error) from error
     repair_tokenizer(tokenizer, facts)
     return tokenizer
@@ -137,7 +137,7 @@ def _digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Generator[None]:
     """One converter at a time on this machine; the lock goes with the process that holds it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -181,7 +181,7 @@ def _load_dequantised(source: ModelSource, dtype: torch.dtype) -> Any:
             return AutoModelForCausalLM.from_pretrained(**arguments)
     except ImportError as error:
         raise UserError(f"reading {source.name} needs a package: {error}", "pip install gguf accelerate") from error
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise load_failure(source, "weights", error) from error
 
 
@@ -206,7 +206,7 @@ def _same_matrix(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
     """Keep transformers' progress bars and GGUF chatter off the terminal."""
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ IMPLEMENTATION = "paceline_packed_row"
 
 _HALF = (torch.bfloat16, torch.float16)
 # torch 2.11 takes fewer key heads than query heads as they are; later versions ask for the flag.
-_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _bounds_of(documents_S: Tensor) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def packed(config: Any, row: PackedRow) -> Iterator[None]:
+def packed(config: Any, row: PackedRow) -> Generator[None]:
     """Run the model of this transformers configuration on one packed row; its own attention returns afterwards."""
     global _active  # noqa: PLW0603  (one thread of a process drives a model; keyword arguments do not reach every layer)
     own = config._attn_implementation

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -37,10 +37,7 @@ class TransformersTarget(Target):
     def __init__(
         self, model: Any, shape: TargetShape, layer_ids: tuple[int, ...], device: torch.device, ends: FrozenEnds
     ) -> None:
-        self.shape = shape
-        self.layer_ids = layer_ids
-        self.device = device
-        self.dtype = ends.embedding_VH.dtype
+        super().__init__(shape, layer_ids, device, ends.embedding_VH.dtype)
         self._ends = ends
         self._model: Any | None = model
         self.decoder: nn.Module = model.get_decoder()
@@ -146,7 +143,7 @@ class TransformersTarget(Target):
         self._model = None
 
     @contextlib.contextmanager
-    def _cut(self) -> Iterator[None]:
+    def _cut(self) -> Generator[None]:
         """The decoder without the layers above the last captured one and without its norm, for a while."""
         whole, norm = self.decoder.layers, self.decoder.norm
         self.decoder.layers, self.decoder.norm = self._lower, nn.Identity()
