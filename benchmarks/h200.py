@@ -221,8 +221,6 @@ def variant_step(name: str, tiny: bool) -> dict[str, Any]:
     started = time.perf_counter()
     bench = StepBench(shape, batch_shape, DEVICE, DTYPE, config, documents, compiled=False)
     built = time.perf_counter() - started
-    if "apart" in switches:
-        bench.objective.drafter.join = lambda: None
     if "layers8" in switches:
         bench.objective.drafter.float8(True)
     if "flex" in switches:

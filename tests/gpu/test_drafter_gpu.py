@@ -97,7 +97,7 @@ def oracle_gradients(module: Drafter, ends: FrozenEnds, batch: FeatureBatch, sha
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("tokens", [1024, 500], ids=["whole tiles", "off the tile"])
 def test_gradients_of_the_fast_path(tokens: int, dtype: torch.dtype, bound: float) -> None:
-    """One compilation, every mask of that shape; the optimiser lays the parameters flat, so products are joined."""
+    """One compilation, every mask of that shape; parameters lie in the optimiser's flat buffer, as in training."""
     masks = {kind: mask for kind, mask in MASKS.items() if mask[1] == tokens}
     anchors = {mask[2] + mask[3] for mask in masks.values()}.pop()
     shape = BatchShape(tokens, anchors, 16, 7.0)

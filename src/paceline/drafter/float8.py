@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from paceline.batches import FrozenEnds
 from paceline.errors import UserError
@@ -40,46 +41,43 @@ def _divided(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return (x.float() / scale).clamp(-limit, limit).to(dtype), scale
 
 
-Saved = tuple[Tensor, ...]
-"""Float8 x and weight with their scales: all that a linear layer keeps for its backward."""
-
-
-def forward(x_MK: Tensor, weight_NK: Tensor) -> tuple[Tensor, Saved]:
-    x8, x_scale = cast(x_MK, VALUES)
-    weight8, weight_scale = cast(weight_NK, VALUES)
-    return _product(x8, x_scale, weight8, weight_scale, x_MK.dtype), (x8, x_scale, weight8, weight_scale)
-
-
-def backward(saved: Saved, grad_MN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight."""
-    x8, x_scale, weight8, weight_scale = saved
-    grad8, grad_scale = cast(grad_MN, GRADIENTS)
-    grad_x = _product(grad8, grad_scale, weight8.t().contiguous(), weight_scale, dtype)
-    return grad_x, _product(grad8.t().contiguous(), grad_scale, x8.t().contiguous(), x_scale, dtype)
-
-
 class _Linear(torch.autograd.Function):
-    """All three products of a linear layer, in float8."""
+    """All three products of a linear layer in float8."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        y_MN, saved = forward(x_MK, weight_NK)
-        ctx.save_for_backward(*saved)
+        x8, x_scale = cast(x_MK, VALUES)
+        weight8, weight_scale = cast(weight_NK, VALUES)
+        ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
         ctx.dtype = x_MK.dtype
-        return y_MN
+        return _product(x8, x_scale, weight8, weight_scale, x_MK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return backward(ctx.saved_tensors, grads[0], ctx.dtype)
+        x8, x_scale, weight8, weight_scale = ctx.saved_tensors
+        grad8, grad_scale = cast(grads[0], GRADIENTS)
+        grad_x = _product(grad8, grad_scale, weight8.t().contiguous(), weight_scale, ctx.dtype)
+        grad_weight = _product(grad8.t().contiguous(), grad_scale, x8.t().contiguous(), x_scale, ctx.dtype)
+        return grad_x, grad_weight
+
+
+class Projection(nn.Linear):
+    """A linear layer without bias whose products run in the parameters' dtype or in float8."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.float8 = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.float8:
+            return functional.linear(input, self.weight)
+        product = _Linear.apply(input.flatten(0, -2), self.weight)
+        return product.unflatten(0, input.shape[:-1])  # type: ignore[union-attr]
 
 
 def _product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K] transposed, both laid out by rows."""
     return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
-
-
-def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    return _Linear.apply(x_MK, weight_NK)  # type: ignore[return-value]
 
 
 class Float8Head:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from paceline.drafter.projections import Projection, joined, neighbours
+from paceline.drafter.float8 import Projection
 from paceline.drafter.rope import Rope, rotate
 from paceline.shapes import DrafterShape
 
@@ -47,29 +47,20 @@ class Attention(nn.Module):
         self.o_proj = Projection(shape.heads * shape.head_dim, shape.hidden_size)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps)
-        self._whole_qkv: Tensor | None = None
-        self._whole_kv: Tensor | None = None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend) -> Tensor:
-        q, k, v = joined(x, (self.q_proj, self.k_proj, self.v_proj), self._whole_qkv)
-        q = rotate(self._heads(q, self.q_norm), cos, sin)
-        k = rotate(self._heads(k, self.k_norm), cos, sin)
-        k, v = torch.cat((context[0], k), dim=2), torch.cat((context[1], self._heads(v)), dim=2)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), cos, sin)
+        k, v = self.keys_values(x, cos, sin)
+        k, v = torch.cat((context[0], k), dim=2), torch.cat((context[1], v), dim=2)
         return self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
-    def context(self, context: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        """Keys and values of the fused context, which takes no input norm of the layer."""
-        k, v = joined(context, (self.k_proj, self.v_proj), self._whole_kv)
-        return rotate(self._heads(k, self.k_norm), cos, sin), self._heads(v)
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+        """Of the fused context as it is, or of block states after the layer's input norm."""
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2), cos, sin)
+        return k, self._heads(self.v_proj(x)).transpose(1, 2)
 
-    def join(self) -> None:
-        self._whole_qkv = neighbours((self.q_proj, self.k_proj, self.v_proj))
-        self._whole_kv = neighbours((self.k_proj, self.v_proj))
-
-    def _heads(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """[R, T, heads · D] as [R, heads, T, D], each head normed."""
-        x = x.unflatten(-1, (-1, self.head_dim))
-        return (x if norm is None else norm(x)).transpose(1, 2)
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -78,14 +69,9 @@ class MLP(nn.Module):
         self.gate_proj = Projection(shape.hidden_size, shape.intermediate_size)
         self.up_proj = Projection(shape.hidden_size, shape.intermediate_size)
         self.down_proj = Projection(shape.intermediate_size, shape.hidden_size)
-        self._whole: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = joined(x, (self.gate_proj, self.up_proj), self._whole)
-        return self.down_proj(functional.silu(gate) * up)
-
-    def join(self) -> None:
-        self._whole = neighbours((self.gate_proj, self.up_proj))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -123,7 +109,6 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self._joined_at = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,20 +130,10 @@ class Drafter(nn.Module):
     def project(self, features_RSF: Tensor, cos: Tensor, sin: Tensor) -> list[KeyValue]:
         """The tensor part of `context_kv`: what is compiled."""
         context = self.hidden_norm(self.fc(features_RSF))
-        return [layer.self_attn.context(context, cos, sin) for layer in self.decoder_layers()]
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.decoder_layers()]
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-
-    def join(self) -> None:
-        """Find projections whose weights are neighbours in memory; to be called whenever parameters have moved."""
-        place = self.fc.weight.data_ptr()
-        if place == self._joined_at:
-            return
-        self._joined_at = place
-        for layer in self.decoder_layers():
-            layer.self_attn.join()
-            layer.mlp.join()
 
     def recompute(self, on: bool) -> None:
         """Recompute what lies between a feed-forward's products in the backward, instead of keeping it."""

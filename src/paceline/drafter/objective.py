@@ -109,7 +109,6 @@ class Objective:
 
     def hidden(self, batch: FeatureBatch) -> Tensor:
         """The drafter's final-normed states of every slot, [A, B, H]."""
-        self.drafter.join()
         tokens = batch.tokens
         pad_tokens, pad_anchors = self._padding
         starts_A = functional.pad(tokens.starts_A, (0, pad_anchors))
