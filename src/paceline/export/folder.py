@@ -148,9 +148,12 @@ def read_card(folder: Path) -> CardFacts | None:
     card = read_facts(folder).get("card")
     if card is None:
         return None
-    rows = ({key: math.nan if value is None else value for key, value in row.items()} for row in card["results"])
-    results = tuple(TauRow(**row) for row in rows)
+    results = tuple(_row(row) for row in card["results"])
     return CardFacts(**card | {"results": results, "data": tuple(card["data"]), "notes": tuple(card["notes"])})
+
+
+def _row(row: dict[str, Any]) -> TauRow:
+    return TauRow(**{key: math.nan if value is None else value for key, value in row.items()})
 
 
 def read(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
