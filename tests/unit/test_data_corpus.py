@@ -198,6 +198,13 @@ def test_mixture_weights_say_how_often_rows_are_seen(tmp_path: Path) -> None:
     assert len(corpus.train) == 10 + len(part)
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), 1e9])
+def test_a_weight_that_makes_no_sense_is_refused(tmp_path: Path, weight: float) -> None:
+    source = write(tmp_path / "a.jsonl", [talk(1), talk(2)])
+    with pytest.raises(UserError, match=r"data\.weights"):
+        build(tmp_path, train=(source,), weights=(weight,))
+
+
 def test_kinds_and_duplicates_are_kept_and_counted(tmp_path: Path) -> None:
     rows = [{**talk(item), "kind": f"k{item % 3}"} for item in range(30)]
     corpus = build(tmp_path, train=(write(tmp_path / "a.jsonl", [*rows, rows[0]]),), held_out_fraction=0.0)

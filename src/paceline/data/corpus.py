@@ -31,6 +31,7 @@ from paceline.data.template import Template
 from paceline.data.work import Chunk, Settings, processes_for, run
 from paceline.errors import UserError
 
+_MOST_REPEATS = 10_000
 _FORM = 1
 """Raise it when the same inputs give other tokens than before."""
 Report = Callable[[str], None]
@@ -82,7 +83,9 @@ def build_corpus(
 def open_corpus(
     config: DataConfig, template: Template, *, mask_token_id: int, seed: int, processes: int | None = None
 ) -> Corpus:
-    """The corpus as it is, however much of it was set aside. Raises UserError where a source is missing."""
+    """The corpus as it is, however much of it was set aside. Raises UserError where a source or a weight is wrong."""
+    if any(not 0 <= weight <= _MOST_REPEATS for weight in config.weights):
+        raise UserError(f"data.weights = {list(config.weights)}", f"give numbers from 0 to {_MOST_REPEATS:,}")
     files = resolve(config.train), resolve(config.held_out) if config.held_out else []
     key = _key(config, template, files, mask_token_id, seed)
     root = Path(config.cache_folder).expanduser() if config.cache_folder else default_cache()

@@ -86,7 +86,7 @@ def _load_hub(entry: str, number: int) -> File:
     name, _, split = entry.removeprefix("hub:").partition("@")
     name, _, subset = name.partition(":")
     try:
-        import datasets  # noqa: PLC0415
+        import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(f"{entry!r} needs the package `datasets`", "pip install 'paceline[hub]'") from None
     try:

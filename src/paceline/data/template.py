@@ -17,7 +17,6 @@ would have been given.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import re
@@ -31,15 +30,11 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from paceline.data.rows import Conversation, Message, RowError, excerpt
+from paceline.data.tags import CLOSE, OPEN, Span, mark_tags, marks, pin_dates
 from paceline.errors import UserError
 
-_OPEN, _CLOSE, _PROBE = "\ue0f0", "\ue0f1", "\ue0f2"
-_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_DATE = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
-_FIXED_DATE = datetime.datetime(2026, 1, 1)
+_PROBE = "\ue0f2"
 _THINK_END = "\n</think>\n\n"
-
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -90,11 +85,11 @@ class Template:
 
     def _spelling(self, token: int) -> str:
         added = self.tokenizer.added_tokens_decoder
-        return str(added[token]) if token in added else self.tokenizer.decode([token])
+        return str(added[token]) if token in added else str(self.tokenizer.decode([token]))
 
     def fingerprint(self) -> str:
         """Hash of everything here that decides ids and masks."""
-        tokenizer = self.tokenizer
+        tokenizer: Any = self.tokenizer
         model = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
         added = {str(key): repr(value) for key, value in tokenizer.added_tokens_decoder.items()}
         facts = [type(tokenizer).__name__, model, added, dict(tokenizer.special_tokens_map), self.source]
@@ -113,7 +108,7 @@ class Template:
                 "the tokenizer has no chat template, and the data holds conversations",
                 "set target.chat_template to a Jinja file, or bring pre-rendered text (data.shape = 'text')",
             )
-        switches = {} if self.thinking == "template" else self._switches()
+        switches: dict[str, Any] = {} if self.thinking == "template" else self._switches()
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -129,7 +124,7 @@ class Template:
             # Templates are programs of other people: what they raise on a conversation is that row's fault.
             raise RowError("template-refused", excerpt(f"{error}")) from None
 
-    def _switches(self) -> dict[str, bool]:
+    def _switches(self) -> dict[str, Any]:
         on = self.thinking == "on"
         return {"enable_thinking": on, "thinking": on}
 
@@ -249,12 +244,12 @@ class Template:
         self, messages: list[Message], tools: Sequence[dict[str, Any]], full: str, start: int, end: int
     ) -> tuple[Span, ...]:
         """Spans of the last turn by the template's generation tags; none where they cannot be trusted."""
-        if any(mark in full for mark in (_OPEN, _CLOSE)):
+        if any(mark in full for mark in (OPEN, CLOSE)):
             return ()
         text = self._render(self.marked, messages, tools, False)
-        if text.replace(_OPEN, "").replace(_CLOSE, "") != full:
+        if text.replace(OPEN, "").replace(CLOSE, "") != full:
             return ()
-        spans = [(low, high) for low, high in _marks(text) if high > start and low < end]
+        spans = [(low, high) for low, high in marks(text) if high > start and low < end]
         if not spans:
             return ()
         # The emitted end-of-sequence token belongs to the turn whether the tags hold it or not.
@@ -363,36 +358,6 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
 
-def pin_dates(source: str) -> str:
-    """The template with today's date replaced by a fixed one: the same data gives the same tokens on any day."""
-    return _DATE.sub(lambda match: repr(_FIXED_DATE.strftime(match.group(2))), source)
-
-
-def mark_tags(source: str) -> str:
-    """The template with its generation tags, in any spelling, replaced by marks in the text; empty without tags."""
-
-    def replaced(match: re.Match[str]) -> str:
-        before, closing, after = match.groups()
-        # A block, not an expression: blocks and expressions treat the white space around them differently.
-        return f"{{%{before} if true %}}{_CLOSE if closing else _OPEN}{{% endif {after}%}}"
-
-    marked, count = _TAG.subn(replaced, source)
-    return marked if count else ""
-
-
-def _marks(text: str) -> list[Span]:
-    """Ranges between marks, in the coordinates of the text without them."""
-    spans, low, gone = [], None, 0
-    for place, letter in enumerate(text):
-        if letter == _OPEN:
-            low, gone = place - gone, gone + 1
-        elif letter == _CLOSE:
-            if low is not None:
-                spans.append((low, place - gone))
-            low, gone = None, gone + 1
-    return spans
-
-
 def _merged(turns: list[_Turn]) -> list[Document]:
     """Turns whose text is how a later one begins share its document; the others get one of their own. In order."""
     documents: list[list[_Turn]] = [[turns[-1]]]
@@ -411,10 +376,9 @@ def _document(group: list[_Turn]) -> Document:
 
 
 def _first_inside(encoding: Any, low: int, high: int, count: int) -> tuple[int, bool]:
-    place = low
-    while place < high and (token := encoding.char_to_token(place)) is None:
-        place += 1
-    if place >= high:
+    """The first token that begins at or after `low`, and whether the one before it reaches over `low`."""
+    token = _token_from(encoding, low, high)
+    if token is None:
         return count, False
     if encoding.token_to_chars(token)[0] >= low:
         return token, False
@@ -424,10 +388,18 @@ def _first_inside(encoding: Any, low: int, high: int, count: int) -> tuple[int, 
 
 
 def _last_inside(encoding: Any, high: int, length: int, count: int) -> int:
-    place = high
-    while place < length and (token := encoding.char_to_token(place)) is None:
-        place += 1
-    return token if place < length else count
+    """One more than the last token that ends at or before `high`."""
+    token = _token_from(encoding, high, length)
+    return count if token is None else token
+
+
+def _token_from(encoding: Any, low: int, high: int) -> int | None:
+    """The token of the first character of [low, high) that belongs to one."""
+    for place in range(low, high):
+        token = encoding.char_to_token(place)
+        if token is not None:
+            return int(token)
+    return None
 
 
 def _replaced(answer: Message) -> Message:

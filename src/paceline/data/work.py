@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -182,5 +183,5 @@ def _in_worker(conversations: list[Conversation]) -> Chunk:
 
 def processes_for(size: int) -> int:
     """How many processes pay for an input of `size` bytes on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(cores, 32) if size >= PAYS_FROM else 1
