@@ -99,10 +99,12 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _group(connection: Connection, device: torch.device) -> dist.ProcessGroup | None:
+def _group(connection: Connection, device: torch.device) -> dist.ProcessGroup:
     backend = "nccl" if device.type == "cuda" else "gloo"
     ranks = list(range(connection.world.size))
-    return dist.new_group(ranks, timeout=timedelta(seconds=connection.seconds), backend=backend)
+    group = dist.new_group(ranks, timeout=timedelta(seconds=connection.seconds), backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _all_reduce(connection: Connection, device: torch.device, size: int, repeats: int) -> float:
@@ -122,7 +124,6 @@ def _transfer(connection: Connection, device: torch.device, wire: Wire, repeats:
     if ranks == 1:
         return 0.0
     group = _group(connection, device)
-    assert group is not None
     transport: Transport = NcclTransport(group, device) if device.type == "cuda" else GlooTransport(group)
     partner = rank ^ 1
     if partner >= ranks:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import UserError
 from paceline.pipeline.process import World
@@ -30,7 +32,7 @@ class LostPeer(UserError):
 class Connection:
     """The joined processes. `join` makes it; with one process every method is a formality."""
 
-    def __init__(self, world: World, store: dist.Store | None, seconds: float) -> None:
+    def __init__(self, world: World, store: Store | None, seconds: float) -> None:
         self.world = world
         self.seconds = seconds
         self._store = store
@@ -50,9 +52,9 @@ class Connection:
         limit = self.seconds if seconds is None else seconds
         self._met[name] += 1
         key = f"meet/{name}/{self._met[name]}"
-        self._store.set(f"{key}/{self.world.rank}", b"1")
+        self._store.set(f"{key}/{self.world.rank}", "1")
         if self._store.add(f"{key}/count", 1) == self.world.size:
-            self._store.set(f"{key}/open", b"1")
+            self._store.set(f"{key}/open", "1")
         self._wait(f"{key}/open", limit, lambda: self._missing(key), name)
 
     def _wait(self, key: str, seconds: float, missing: Callable[[], list[int]], name: str) -> None:
@@ -126,14 +128,14 @@ def join(world: World, seconds: float) -> Connection:
         store = _open_store(world, limit)
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise _cannot_meet(where, world, seconds, str(error)) from None
-    connection = Connection(world, dist.PrefixStore(f"{_PREFIX}/{world.attempt}", store), seconds)
+    connection = Connection(world, PrefixStore(f"{_PREFIX}/{world.attempt}", store), seconds)
     connection.barrier("start", seconds)
     if world.nodes == 1:
         # Names of hosts need not resolve; one machine needs none.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"{_PREFIX}/groups/{world.attempt}", store),
+        store=PrefixStore(f"{_PREFIX}/groups/{world.attempt}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=limit,
@@ -141,9 +143,9 @@ def join(world: World, seconds: float) -> Connection:
     return connection
 
 
-def _open_store(world: World, limit: timedelta) -> dist.Store:
+def _open_store(world: World, limit: timedelta) -> Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
+        return next(iter(rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
     # Without an agent rank 0 hosts it. It does not wait for the others here: the first barrier does, and names them.
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
@@ -151,7 +153,10 @@ def _open_store(world: World, limit: timedelta) -> dist.Store:
             f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} do not say where rank 0 is",
             "set both on every process, or start with paceline train or torchrun",
         )
-    return dist.TCPStore(address, int(port), world.size, world.rank == 0, limit, wait_for_workers=False)
+    rank, size = world.rank, world.size
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented there
+        address, int(port), size, rank == 0, limit, wait_for_workers=False
+    )
 
 
 def _cannot_meet(where: str, world: World, seconds: float, reason: str) -> UserError:
@@ -206,4 +211,7 @@ def _group(connection: Connection, ranks: Iterable[int], backend: str) -> dist.P
     if len(members) == 1:
         return None
     group = dist.new_group(members, timeout=timedelta(seconds=connection.seconds), backend=backend)
-    return group if connection.world.rank in members else None
+    if connection.world.rank not in members:
+        return None
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -183,7 +183,7 @@ def _prepare(partial: Path) -> None:
 
 def _share(tensors: Mapping[str, Tensor | Shard], rank: int, world: int) -> dict[str, Tensor | Shard]:
     """This rank's shards, and the plain tensors dealt to it: largest first, each to the rank with least so far."""
-    mine = {name: value for name, value in tensors.items() if isinstance(value, Shard)}
+    mine: dict[str, Tensor | Shard] = {name: value for name, value in tensors.items() if isinstance(value, Shard)}
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     loads = [0] * world
     for name in sorted(plain, key=lambda name: (-plain[name].nbytes, name)):
@@ -226,7 +226,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
             file.write(piece)
             digest.update(piece)
         for tensor in tensors.values():
-            data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
             file.write(data)
             digest.update(data)
         file.flush()
