@@ -153,7 +153,8 @@ def read_card(folder: Path) -> CardFacts | None:
 
 
 def _row(row: dict[str, Any]) -> TauRow:
-    return TauRow(**{key: math.nan if value is None else value for key, value in row.items()})
+    filled: dict[str, Any] = {key: math.nan if value is None else value for key, value in row.items()}
+    return TauRow(**filled)
 
 
 def read(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
