@@ -4,26 +4,28 @@
         --out src/paceline/demo_data
 
 Left out, and counted by reason in `record.json`: answers that are empty, that loop, whose text does not encode to the
-same ids again, and held-out answers that resemble a training answer. Answers that hit the limit of tokens are cut to
-whole sentences, as are looping training answers before their loop, if enough is left: it still is what the target
-writes. They are marked `"truncated": true`: no end of turn follows them. Of each kind, answers that came to an end are
-preferred.
+same ids again, held-out answers that resemble a training answer, and training prompts that `paceline` itself would set
+aside as near a held-out one. Answers that hit the limit of tokens are cut to whole sentences, as are looping training
+answers before their loop, if enough is left: it still is what the target writes. They are marked `"truncated": true`:
+no end of turn follows them. Of each kind, answers that came to an end are preferred.
 """
 
 import argparse
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_checks import SIMILAR, ShingleIndex, loops, start_of_loop
 from make_demo_answers import END, Answer, chat, compressed, prompt_ids, read_rows, record_path
+from paceline.data.split import groups, signature, touches
 
 SPLITS = ("train", "held_out")
 CUT_AT_LEAST = 48
@@ -114,6 +116,20 @@ def split_apart(candidates: list[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
+def fit(candidates: Iterable[Candidate], split: str) -> list[Candidate]:
+    return [each for each in candidates if each.reason is None and each.row["split"] == split]
+
+
+def away_from(held_out: list[Candidate], candidates: list[Candidate]) -> Iterator[Candidate]:
+    """The training candidates; those that `paceline.data` would set aside beside these held-out rows get a reason."""
+    both = [*fit(candidates, "train"), *held_out]
+    group = groups(np.stack([signature(each.row["prompt"]) for each in both]))
+    near = touches(group, [each.row["split"] == "held_out" for each in both])
+    for each, is_near in zip(both, near, strict=True):
+        if each.row["split"] == "train":
+            yield replace(each, reason="prompt near a held-out one") if is_near else each
+
+
 def best_of_each_kind(candidates: list[Candidate], limit: int) -> dict[str, list[Candidate]]:
     by_kind: defaultdict[str, list[Candidate]] = defaultdict(list)
     for candidate in sorted(candidates, key=lambda candidate: candidate.preference):
@@ -144,22 +160,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--prompts", "--raw", "--tokenizer", "--out"):
         parser.add_argument(name, type=Path, required=True)
-    parser.add_argument("--train-per-kind", type=int, default=540)
+    parser.add_argument("--train-per-kind", type=int, default=550)
     parser.add_argument("--held-out-per-kind", type=int, default=34)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     answers = {row["id"]: Answer(row["ids"], row["finished"]) for row in read_rows(arguments.raw)}
     answered = [row for row in read_rows(arguments.prompts) if row["id"] in answers]
     candidates = list(split_apart([best_version(tokenizer, row, answers[row["id"]]) for row in answered]))
-    left_out = Counter(f"{each.row['split']}: {each.reason}" for each in candidates if each.reason)
+    held_out = best_of_each_kind(fit(candidates, "held_out"), arguments.held_out_per_kind)
+    apart = list(away_from([each for same in held_out.values() for each in same], candidates))
+    chosen = {"train": best_of_each_kind(fit(apart, "train"), arguments.train_per_kind), "held_out": held_out}
+    left_out = Counter(f"{each.row['split']}: {each.reason}" for each in [*candidates, *apart] if each.reason)
     record: dict[str, Any] = {"generation": json.loads(record_path(arguments.raw).read_text())}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for split, limit in zip(SPLITS, (arguments.train_per_kind, arguments.held_out_per_kind), strict=True):
-        fit = [each for each in candidates if each.reason is None and each.row["split"] == split]
-        chosen = best_of_each_kind(fit, limit)
-        (arguments.out / f"{split}.jsonl.gz").write_bytes(compressed(mixed(chosen)))
-        record[split] = summary(chosen)
-        left_out[f"{split}: more than wanted of its kind"] = len(fit) - record[split]["rows"]
+    for split, pool in (("train", apart), ("held_out", candidates)):
+        (arguments.out / f"{split}.jsonl.gz").write_bytes(compressed(mixed(chosen[split])))
+        record[split] = summary(chosen[split])
+        left_out[f"{split}: more than wanted of its kind"] = len(fit(pool, split)) - record[split]["rows"]
     record["left_out"] = dict(sorted(left_out.items()))
     (arguments.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
