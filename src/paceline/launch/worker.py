@@ -75,8 +75,7 @@ def main(argument: str) -> int:
     _log_to(log_path(run_folder, world.rank))
     try:
         config = configuration.load(order.config)
-        program = load_program  # imported inside, once the device is chosen
-        return run_here(config, world, run_folder, lambda: program(order.program), order.resume)
+        return run_here(config, world, run_folder, lambda: load_program(order.program), order.resume)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is written down and ends the worker
         return _end_badly(error, world, run_folder)
 

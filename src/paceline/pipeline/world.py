@@ -26,7 +26,7 @@ _PREFIX = "paceline"
 
 
 class LostPeer(UserError):
-    """Another rank did not come or went away: never the first failure, if another rank has one of its own."""
+    """Another rank failed, went away or did not come: never the first failure, if a rank has one of its own."""
 
 
 class Connection:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import UserError
+from paceline.pipeline.world import LostPeer
 
 _MARKER = "whole.json"
 _FORMAT = 1
@@ -160,7 +161,7 @@ def _attempt(work: Callable[[], None]) -> OSError | None:
 def _cannot_save(folder: Path, step: int, fault: OSError | None) -> UserError:
     if fault is None:
         what = f"the checkpoint of step {step} was not saved: another rank could not write its share"
-        return UserError(what, "its own message says why")
+        return LostPeer(what, "its own message says why")
     if fault.errno in _FULL:
         what = f"no space for the checkpoint of step {step} in {folder} ({_free(folder)} free)"
         remedy = "free some space and resume; earlier checkpoints are intact"
