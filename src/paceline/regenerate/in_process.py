@@ -108,15 +108,15 @@ class Writer:
 
     def _generation(self, pad: int) -> GenerationConfig:
         options = self.options
-        sampled = options.temperature > 0
+        ends = {"max_new_tokens": options.max_new_tokens, "eos_token_id": list(self.shape.eos_ids), "pad_token_id": pad}
+        if not options.temperature:
+            return GenerationConfig(do_sample=False, **ends)
         return GenerationConfig(
-            max_new_tokens=options.max_new_tokens,
-            do_sample=sampled,
-            temperature=options.temperature if sampled else 1.0,
-            top_p=options.top_p if sampled else 1.0,
-            top_k=options.top_k if sampled else 0,  # 0 is off; left out, the library takes 50
-            eos_token_id=list(self.shape.eos_ids),
-            pad_token_id=pad,
+            do_sample=True,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,  # 0 is off; left out, the library takes 50
+            **ends,
         )
 
     def _judge(self, prompt: list[int], row: list[int]) -> Answer:
