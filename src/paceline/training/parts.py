@@ -43,6 +43,8 @@ def load_target(run: Run) -> Target:
     target = TransformersTarget.load(run.config.target, run.device, run.setup.drafter.layer_ids, device_mesh=mesh)
     run.heartbeat.beat("check target", run.schedule.start)
     target.self_check(run.stream.batch(0).to(run.device))
+    if run.compiles and run.device.type == "cuda":
+        target.compile_layers()
     return target
 
 

@@ -100,6 +100,8 @@ def _parts(run: Run, learner: Learner | None, target: Target | None, tokens: Tok
     signature = f"{run.setup.batch}"
     if target is not None:
         parts.append(WarmPart("target forward", lambda: _discard(target.features(tokens)), (), signature))
+        # The held-out agreement runs the layers above the last captured one too, once, before they are let go.
+        parts.append(WarmPart("whole target", lambda: _discard(target.next_tokens(tokens)), (), signature))
     if learner is not None:
         batch = FeatureBatch(tokens, _noise(run))
         state = (learner.drafter, learner.optimizer)
