@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from data_world import END, MASK, byte_tokenizer
+from data_byte_world import END, MASK, byte_tokenizer
 
 from paceline.data.quarantine import Counter
 from paceline.data.rows import Row

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from data_world import END, MASK, byte_tokenizer
+from data_byte_world import END, MASK, byte_tokenizer
 
 from paceline.config import DataConfig
 from paceline.data import corpus as corpus_room
