@@ -52,7 +52,8 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
     AttentionInterface.register("grouped", grouped_attention)
     AttentionMaskInterface.register("grouped", eager_mask)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="grouped", **gguf)
-    return model.float().to(device).eval()
+    # transformers decorates `to` in a way that type checkers misread.
+    return torch.nn.Module.to(model.float(), device).eval()
 
 
 def chat(prompt: str) -> list[dict[str, str]]:
@@ -60,7 +61,7 @@ def chat(prompt: str) -> list[dict[str, str]]:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    text = tokenizer.apply_chat_template(chat(prompt), tokenize=False, add_generation_prompt=True)
+    text = str(tokenizer.apply_chat_template(chat(prompt), tokenize=False, add_generation_prompt=True))
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -64,13 +64,13 @@ def whole_sentences(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def encodes_back(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: Answer, text: str) -> bool:
     """Whether the conversation, rendered and encoded as training does it, holds exactly the ids that were written."""
     messages = [*chat(prompt), {"role": "assistant", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
     ids = tokenizer.encode(rendered, add_special_tokens=False)
     wanted = [*prompt_ids(tokenizer, prompt), *answer.ids, tokenizer.convert_tokens_to_ids(END)]
     return ids[: len(wanted)] == wanted
