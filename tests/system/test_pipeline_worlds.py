@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -94,6 +95,22 @@ def test_every_topology_gives_the_numbers_of_one_process(world: Path) -> None:
     assert launch.run(config, program="pipeline_programs:several") == 0
     for name, (*_, resumes) in TOPOLOGIES.items():
         _same_numbers(world, name, first=5 if resumes else 0)
+
+
+def test_the_automatic_topology_is_measured_and_gives_the_same_numbers(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(world, "auto")
+    config = replace(config, topology=TopologyConfig(kind="auto"), launch=replace(config.launch, workers=2))
+    assert launch.run(config) == 0
+    table = [line for line in capfd.readouterr().err.splitlines() if "tokens/s" in line or "<- chosen" in line]
+    assert len(table) == 2
+    rates = json.loads((world / "runs" / "auto" / "rates.json").read_text())
+    assert rates["target_seconds"] > 0
+    assert rates["drafter_seconds"] > 0
+    assert rates["all_reduce_seconds"] > 0
+    assert rates["transfer_seconds"] > 0
+    _same_numbers(world, "auto")
 
 
 def test_killed_workers_cost_the_steps_since_the_checkpoint_and_no_number(

@@ -6,6 +6,7 @@ one worker each; under torchrun this process is already one rank of a larger wor
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,12 +15,16 @@ from pathlib import Path
 
 from paceline import config as configuration
 from paceline.config import Config
+from paceline.errors import UserError
 from paceline.launch.places import visible_gpus, workers_wanted
 from paceline.launch.watch import Limits, Watcher
 from paceline.launch.worker import load_program, run_here
+from paceline.pipeline.auto import RATES_FILE, Rates, choose, with_topology
 from paceline.pipeline.process import World
+from paceline.pipeline.topology import Topology
 
 TRAINING = "paceline.training.loop:train"
+_MEASURING = "paceline.training.measure:measure"
 
 
 def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int:
@@ -31,6 +36,8 @@ def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int
     path, and gives 1, or 2 where the user can mend it.
     """
     run_folder = Path(config.run.folder) / config.run.name
+    if config.topology.kind == "auto":
+        config = _decide(config, run_folder)
     if under_torchrun():
         world = World.from_environment("cpu")
         with _stall_watch(config, run_folder, world):
@@ -39,6 +46,28 @@ def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int
     if workers == 1:
         return run_here(config, World(), run_folder, lambda: load_program(program), resume)
     return _run_workers(config, run_folder, program, workers, resume)
+
+
+def _decide(config: Config, run_folder: Path) -> Config:
+    """Measure every worker in processes of their own, print the table, and put the best topology in place of `auto`."""
+    if under_torchrun() or config.target.tensor_parallel > 1:
+        raise UserError(
+            "topology.kind = 'auto' measures unsharded targets on the GPUs of one host",
+            "see `paceline plan --world N`, and set topology.kind = 'split' with targets and drafters",
+        )
+    workers = workers_wanted(config, visible_gpus())
+    colocated = with_topology(config, Topology("colocated", workers, workers))
+    if workers == 1:
+        return colocated
+    if run(colocated, program=_MEASURING):
+        raise UserError(
+            "topology.kind = 'auto' could not measure both parts on one device (see the failure above)",
+            "if they do not fit together, set topology.kind = 'split'; `paceline plan` says what fits",
+        )
+    rates = Rates(**json.loads((run_folder / RATES_FILE).read_text()))
+    choice = choose(workers, rates, config.training.global_batch)
+    print(choice.render(config.training.tokens), file=sys.stderr, flush=True)
+    return with_topology(config, choice.best.topology)
 
 
 def under_torchrun() -> bool:

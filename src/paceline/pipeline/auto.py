@@ -10,11 +10,15 @@ Letters: T targets, D drafters, N devices, G token batches of a step. In a stead
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from paceline.config import Config
 from paceline.errors import UserError
 from paceline.pipeline.cost import GIB
 from paceline.pipeline.topology import Topology, splits
+
+RATES_FILE = "rates.json"
+"""Where the pre-run of an automatic topology leaves what it measured, in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,13 @@ def choose(world: int, rates: Rates, global_batch: int, tensor_parallel: int = 1
             "or shard the target (target.tensor_parallel)",
         )
     return Choice(_fastest(fitting), table)
+
+
+def with_topology(config: Config, topology: Topology) -> Config:
+    """The configuration with a decided topology in place of `auto`."""
+    split = topology.kind == "split"
+    targets, drafters = (topology.targets, topology.drafters) if split else (0, 0)
+    return replace(config, topology=replace(config.topology, kind=topology.kind, targets=targets, drafters=drafters))
 
 
 def _fastest(rows: Sequence[Prediction]) -> Prediction:
