@@ -52,8 +52,9 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
     AttentionInterface.register("grouped", grouped_attention)
     AttentionMaskInterface.register("grouped", eager_mask)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="grouped", **gguf)
-    # transformers decorates `to` in a way that type checkers misread.
-    return torch.nn.Module.to(model.float(), device).eval()
+    model.float()
+    torch.nn.Module.to(model, device)  # transformers decorates `to` in a way that type checkers misread
+    return model.eval()
 
 
 def chat(prompt: str) -> list[dict[str, str]]:
