@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.drafter.blocks import TILE, BlockMaskWriter, block_mask, dense_attend, dense_mask, flex_attend
+from paceline.drafter.blocks import (
+    TILE,
+    BlockMaskWriter,
+    GroupedAttend,
+    block_mask,
+    dense_attend,
+    dense_mask,
+    flex_attend,
+)
 
 
 def looped_mask(starts: list[int], anchors: list[int], tokens: int, block_size: int) -> Tensor:
@@ -126,3 +134,23 @@ def test_flex_forward_equals_dense_and_never_compiles_again() -> None:
         frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         compiled = frames if number == 0 else compiled
         assert frames == compiled
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts(multiple=False))
+def test_documents_taken_apart_equal_the_dense_mask(layout: tuple[list[int], list[int], int, int]) -> None:
+    starts, anchors, tokens, block_size = layout
+    generator = torch.Generator().manual_seed(len(anchors))
+    queries = len(anchors) * block_size
+    q = torch.randn(1, 4, queries, 8, generator=generator).requires_grad_()
+    k, v = (torch.randn(1, 2, tokens + queries, 8, generator=generator).requires_grad_() for _ in range(2))
+    weights = torch.randn(1, 4, queries, 8, generator=generator)
+    found = []
+    for attend in (
+        GroupedAttend(torch.tensor(starts), torch.tensor(anchors), tokens, block_size),
+        dense_attend(dense_mask(torch.tensor(starts), torch.tensor(anchors), tokens, block_size)),
+    ):
+        out = attend(q, k, v)
+        found.append((out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)

@@ -9,6 +9,7 @@ anchor = start = 0: it sees itself, so that no row is fully masked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from paceline.drafter.model import Attend
 
 TILE = 128
 """Rows and columns of a BlockMask tile, and what flex_attention's lengths must be multiples of."""
+
+_RUN = 32
+"""Blocks of one document that a CPU takes together."""
 
 _compiled_flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
@@ -41,6 +45,66 @@ def dense_attend(mask: Tensor) -> Attend:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
     return attend
+
+
+class GroupedAttend:
+    """The rule for packed rows on a CPU: each run of blocks of one document attends to that document's keys alone.
+
+    The same as `dense_attend(dense_mask(…))`, without the scores between documents: with documents of a tenth of the
+    row, a sixth of the work. It asks the host for the anchors, so it is not for CUDA.
+    """
+
+    def __init__(self, starts_A: Tensor, anchors_A: Tensor, tokens: int, block_size: int) -> None:
+        self._tokens = tokens
+        self._groups = [
+            _Group.of(starts_A[first:stop], anchors_A[first:stop], first * block_size, block_size)
+            for first, stop in _runs(starts_A)
+        ]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([self._attend(group, q, k, v) for group in self._groups], dim=2)
+
+    def _attend(self, group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = slice(group.query, group.query + group.queries)
+        places = slice(self._tokens + own.start, self._tokens + own.stop)
+        context = slice(group.start, group.stop)
+        k, v = (torch.cat((x[:, :, context], x[:, :, places]), dim=2) for x in (k, v))
+        mask = group.bias.to(q.dtype)
+        return functional.scaled_dot_product_attention(
+            q[:, :, own], k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Blocks that follow each other and start at the same document."""
+
+    start: int
+    stop: int
+    """Context places that some block of it sees."""
+    query: int
+    queries: int
+    bias: Tensor
+    """[queries, stop - start + queries]: 0 where visible, else -inf."""
+
+    @staticmethod
+    def of(starts_A: Tensor, anchors_A: Tensor, query: int, block_size: int) -> _Group:
+        start = int(starts_A[0])
+        stop = max(start, int(anchors_A.max()))
+        seen = dense_mask(starts_A - start, anchors_A - start, stop - start, block_size)
+        bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        return _Group(start, stop, query, len(starts_A) * block_size, bias)
+
+
+def _runs(starts_A: Tensor) -> list[tuple[int, int]]:
+    """(first, stop) of each run of equal values; long runs are cut, since a run pays for its blocks' square."""
+    runs: list[tuple[int, int]] = []
+    for place, start in enumerate(starts_A.tolist()):
+        if runs and start == starts_A[runs[-1][0]] and place - runs[-1][0] < _RUN:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return runs
 
 
 class FlexAttend:

@@ -77,7 +77,7 @@ class Projection(nn.Linear):
 
 def _product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K] transposed, both laid out by rows."""
-    return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
+    return torch.ops.aten._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
 
 
 class Float8Head:

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """Triton kernels for what DFlash alone needs: imported on CUDA only.
 
 `sweep` is the loss's pass over a chunk of logits, `adamw` the optimiser's pass over one parameter. Each reads and

@@ -17,7 +17,7 @@ from torch.nn import functional
 from paceline.batches import BatchShape, FeatureBatch, FrozenEnds, TokenBatch
 from paceline.config import TrainingConfig
 from paceline.drafter import weighting
-from paceline.drafter.blocks import TILE, BlockMaskWriter, dense_attend, dense_mask, flex_attend
+from paceline.drafter.blocks import TILE, BlockMaskWriter, GroupedAttend, dense_attend, dense_mask, flex_attend
 from paceline.drafter.float8 import Float8Head
 from paceline.drafter.loss import HeadResult, argmax_matches, chunk_rows, frozen_head_loss
 from paceline.drafter.model import Attend, Drafter
@@ -133,7 +133,9 @@ class Objective:
     def _attend(self, starts_A: Tensor, anchors_A: Tensor) -> Attend:
         if self._writer is not None:
             return flex_attend(self._writer.write(starts_A, anchors_A), self._flex_options)
-        return dense_attend(dense_mask(starts_A, anchors_A, self.shape.tokens, self.shape.block_size))
+        if starts_A.is_cuda:
+            return dense_attend(dense_mask(starts_A, anchors_A, self.shape.tokens, self.shape.block_size))
+        return GroupedAttend(starts_A, anchors_A, self.shape.tokens, self.shape.block_size)
 
     def _targets(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Labels and weights [A, B], in the numbering of the loss's vocabulary."""
