@@ -365,3 +365,25 @@ def test_fingerprint_tells_templates_and_settings_apart() -> None:
     kinds = [template_of(BY_NAME["qwen3"]), template_of(BY_NAME["qwen3"], "off"), template_of(BY_NAME["qwen2.5"])]
     assert len({item.fingerprint() for item in kinds}) == 3
     assert template_of(BY_NAME["qwen3"]).fingerprint() == kinds[0].fingerprint()
+
+
+# deepseek-r1 refuses an answer without its reasoning, cut off or not.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name != "deepseek-r1"], ids=lambda kind: kind.name)
+def test_an_answer_that_was_cut_off_has_no_end_token_to_learn(kind: Kind) -> None:
+    template = template_of(kind)
+    messages = [user("Count."), assistant("one two thr")]
+    whole = supervised_text(template, tokens_of(template, messages))
+    documents, _ = template.documents(Conversation(tuple(messages), truncated=True))
+    cut = supervised_text(template, template.tokenise(documents, LIMIT))
+    assert cut.endswith("one two thr")
+    assert whole.startswith(cut)
+    assert len(whole) > len(cut) or not template.ends
+
+
+def test_only_the_last_answer_of_a_row_is_cut() -> None:
+    kind = BY_NAME["smollm2"]
+    template = template_of(kind)
+    messages = [user("a"), assistant("first"), user("b"), assistant("second")]
+    documents, _ = template.documents(Conversation(tuple(messages), truncated=True))
+    text = supervised_text(template, template.tokenise(documents, LIMIT))
+    assert text == "first<|im_end|>second"

@@ -108,7 +108,7 @@ def _conversation(items: list[Any], row: Mapping[str, Any]) -> Conversation:
         check_text(system)
         messages.insert(0, {"role": "system", "content": system})
     _check_order(messages)
-    return Conversation(tuple(messages), _kind(row), _tools(row))
+    return Conversation(tuple(messages), _kind(row), _tools(row), truncated=row.get("truncated") is True)
 
 
 def _from_pair(row: Mapping[str, Any]) -> Conversation:

@@ -32,7 +32,7 @@ from paceline.data.work import Chunk, Settings, processes_for, run
 from paceline.errors import UserError
 
 _MOST_REPEATS = 10_000
-_FORM = 1
+_FORM = 2
 """Raise it when the same inputs give other tokens than before."""
 Report = Callable[[str], None]
 Files = tuple[list[File], list[File]]

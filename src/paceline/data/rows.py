@@ -86,6 +86,8 @@ class Conversation:
     kind: str = ""
     tools: tuple[dict[str, Any], ...] = ()
     text: str = ""
+    truncated: bool = False
+    """The last answer was cut off while the target wrote it: the end token that the template adds is not the target's."""
 
     def words(self) -> str:
         """The text by which near-duplicates are recognised: what users wrote, or all of it where nobody did."""

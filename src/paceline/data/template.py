@@ -150,12 +150,13 @@ class Template:
         if not answers:
             raise RowError("no-answer", excerpt(messages[-1].get("content", "")))
         notes = ["trailing-prompt"] if answers[-1] + 1 < len(messages) else []
-        turns = [self._turn(messages[: place + 1], tools, notes) for place in answers]
+        cut = answers[-1] if conversation.truncated else -1
+        turns = [self._turn(messages[: place + 1], tools, notes, cut=place == cut) for place in answers]
         documents = _merged(turns)
         notes += ["rewritten-turns"] * (len(documents) - 1)
         return documents, notes
 
-    def _turn(self, messages: list[Message], tools: Sequence[dict[str, Any]], notes: list[str]) -> _Turn:
+    def _turn(self, messages: list[Message], tools: Sequence[dict[str, Any]], notes: list[str], cut: bool) -> _Turn:
         prompt = self.render(messages[:-1], tools, prompt=True)
         full = self.render(messages, tools)
         if not full.startswith(prompt):
@@ -164,7 +165,8 @@ class Template:
         start = len(prompt)
         if not self.prompts and full[start : start + head].strip():
             start += head  # nobody but the template writes the header, so it is not the target's
-        end, ended = self._end(full, content_end)
+        # An answer that was cut off has no end token of the target's own: only the template closes it.
+        end, ended = (content_end, True) if cut else self._end(full, content_end)
         if not ended:
             notes.append("no-end-token")
         spans = self._tagged(messages, tools, full, len(prompt), end) if self.marked else ()
