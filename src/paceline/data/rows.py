@@ -87,7 +87,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     text: str = ""
     truncated: bool = False
-    """The last answer was cut off while the target wrote it: the end token that the template adds is not the target's."""
+    """The last answer was cut off while the target wrote it: the template's end token is not the target's own."""
 
     def words(self) -> str:
         """The text by which near-duplicates are recognised: what users wrote, or all of it where nobody did."""
