@@ -6,7 +6,9 @@ S context tokens of a batch, A anchors, B block size, V vocabulary, H hidden siz
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,13 +54,17 @@ class TokenBatch:
     bounds: tuple[int, ...] = ()
     """Row places where the documents start, and the end of the last: len(documents) + 1 numbers."""
 
-    def to(self, device: torch.device) -> TokenBatch:
-        moved = {
-            item.name: value.to(device, non_blocking=True)
+    def map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        """The same batch with every tensor changed."""
+        changed: dict[str, Any] = {
+            item.name: change(value)
             for item in dataclasses.fields(self)
             if isinstance(value := self.__dict__[item.name], Tensor)
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **changed)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,8 +110,7 @@ class TokenBatches:
 
 def pinned(batch: TokenBatch) -> TokenBatch:
     """The same batch in page-locked memory, so that its copy to a GPU does not wait."""
-    tensors = {item.name: value for item in fields(batch) if isinstance(value := batch.__dict__[item.name], Tensor)}
-    return replace(batch, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
+    return batch.map(Tensor.pin_memory)
 
 
 class InProcessSource(FeatureSource):
