@@ -12,7 +12,7 @@ demo-quick: $(VENV)/.run
 	$(BIN)/paceline demo --quick
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python && $(BIN)/lint-imports
