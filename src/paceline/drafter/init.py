@@ -20,6 +20,10 @@ Read = Callable[[Path], tuple[DrafterShape, dict[str, Tensor]]]
 
 STANDARD_DEVIATION = 0.02
 
+_FIRST_NORM = 0.5
+"""The final norm's first weight. With the target's own (or with ones) the first logits are as sharp as a trained
+model's and all wrong: 14 (or 12) nats to begin with on SmolLM2, against 9, and the lead lasts."""
+
 
 def build(
     shape: DrafterShape, init: str, seed: int, *, target: Weights | None = None, read: Read | None = None
@@ -51,32 +55,26 @@ def source_layers(shape: DrafterShape) -> list[int]:
     """Which target layer each draft layer starts from: evenly spaced over the target's depth, the last one last."""
     if shape.layers == 1:
         return [shape.target_layers - 1]
-    return [round((i + 1) * shape.target_layers / shape.layers) - 1 for i in range(shape.layers)]
+    return [max(0, round((i + 1) * shape.target_layers / shape.layers) - 1) for i in range(shape.layers)]
 
 
 @torch.no_grad()
 def copy_from_target(drafter: Drafter, target: Weights, sources: list[int] | None = None) -> None:
-    """Copy what the target has in the drafter's shape: layer weights and norms, and the final norm.
+    """Copy the layer weights and norms that the target has in the drafter's shape, and start gently at both ends.
 
     What it lacks (q_norm and k_norm, or a tensor of another shape) stays as it was: ones and small random numbers.
     """
-    state = drafter.state_dict()
     sources = sources or source_layers(drafter.shape)
-    for name, tensor in state.items():
-        found = target(_source_name(name, sources))
+    for name, tensor in drafter.layers.state_dict().items():
+        number, rest = name.split(".", 1)
+        found = target(f"layers.{sources[int(number)]}.{rest}")
         if found is not None and found.shape == tensor.shape:
             tensor.copy_(found)
-    _gentle_context(drafter, target, sources)
+    drafter.norm.weight.fill_(_FIRST_NORM)
+    _mean_context(drafter, target, sources)
 
 
-def _source_name(name: str, sources: list[int]) -> str:
-    if not name.startswith("layers."):
-        return name
-    _, number, rest = name.split(".", 2)
-    return f"layers.{sources[int(number)]}.{rest}"
-
-
-def _gentle_context(drafter: Drafter, target: Weights, sources: list[int]) -> None:
+def _mean_context(drafter: Drafter, target: Weights, sources: list[int]) -> None:
     """The fused context starts as the mean of the captured states, under the mean of the layers' own input norms."""
     shape = drafter.shape
     identity = torch.eye(shape.hidden_size) / len(shape.layer_ids)
