@@ -220,7 +220,7 @@ def test_optimiser_kernel_equals_plain(dtype: torch.dtype) -> None:
     parameter = master if dtype == torch.float32 else master.to(dtype)
     oracle_states = [tensor.clone() for tensor in states]
     oracle = oracle_states[0] if dtype == torch.float32 else parameter.clone()
-    from paceline.drafter.kernels import adamw
+    from paceline.training.adamw import adamw
 
     applied = torch.zeros((), device="cuda")
     for step in range(7):

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
-"""Triton kernels for what DFlash alone needs: imported on CUDA only.
+"""The loss's pass over a chunk of logits, in Triton: imported on CUDA only.
 
-`sweep` is the loss's pass over a chunk of logits, `adamw` the optimiser's pass over one parameter. Each reads and
-writes device memory once for every tensor that it touches; both have an oracle in plain torch next to their callers.
+Device memory is read and written once (a row's second look at its logits comes from cache). Its oracle in plain torch
+is `loss.plain_sweep`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from paceline.drafter.float8 import UNIT_GRADIENT
 
 if TYPE_CHECKING:
     from paceline.drafter.loss import Rows, Sweep
-    from paceline.training.optimizer import AdamW
 
 _COLUMNS = 2048
-_ELEMENTS = 1024
 
 
 def sweep(rows: Rows, logits_CV: Tensor, gradient_CV: Tensor, sweep: Sweep) -> None:
@@ -135,70 +133,3 @@ def _sweep_kernel(  # noqa: PLR0913, PLR0917
                 share = z / (cap * _LOG2_E)
                 d *= 1.0 - share * share
             tl.store(gradients + at, (d * scale).to(gradients.dtype.element_ty), mask=at < vocabulary)
-
-
-def adamw(
-    parameter: Tensor, gradient: Tensor, states: list[Tensor], facts: tuple[Tensor, Tensor, Tensor], numbers: AdamW
-) -> None:
-    """See `optimizer._plain_adamw`."""
-    master, moment1, moment2 = states
-    scale, good, applied = facts
-    size = parameter.numel()
-    _adamw_kernel[(triton.cdiv(size, _ELEMENTS),)](
-        parameter,
-        gradient.contiguous(),
-        master,
-        moment1,
-        moment2,
-        scale,
-        good,
-        applied,
-        size,
-        numbers.rate,
-        numbers.decay,
-        numbers.beta1,
-        numbers.beta2,
-        numbers.epsilon,
-        COPY=parameter.data_ptr() != master.data_ptr(),
-        ELEMENTS=_ELEMENTS,
-    )
-
-
-@triton.jit
-def _adamw_kernel(  # noqa: PLR0913, PLR0917
-    parameter,
-    gradient,
-    master,
-    moment1,
-    moment2,
-    scale,
-    good,
-    applied,
-    size,
-    rate,
-    decay,
-    beta1,
-    beta2,
-    epsilon,
-    COPY: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
-    if tl.load(good):
-        at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-        inside = at < size
-        steps = tl.load(applied)
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
-        m = tl.load(moment1 + at, mask=inside, other=0.0)
-        v = tl.load(moment2 + at, mask=inside, other=0.0)
-        w = tl.load(master + at, mask=inside, other=0.0)
-        m += (1.0 - beta1) * (g - m)
-        v = beta2 * v + (1.0 - beta2) * g * g
-        correction1 = 1.0 - tl.exp(steps * tl.log(beta1))
-        correction2 = 1.0 - tl.exp(steps * tl.log(beta2))
-        w *= 1.0 - rate * decay
-        w -= rate / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + epsilon)
-        tl.store(moment1 + at, m, mask=inside)
-        tl.store(moment2 + at, v, mask=inside)
-        tl.store(master + at, w, mask=inside)
-        if COPY:
-            tl.store(parameter + at, w.to(parameter.dtype.element_ty), mask=inside)

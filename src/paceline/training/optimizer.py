@@ -193,7 +193,7 @@ class Optimizer:
         return base
 
     def _update(self, gradients: list[Tensor], scale: Tensor, good: Tensor, rate: float) -> None:
-        body = importlib.import_module("paceline.drafter.kernels").adamw if self._values.is_cuda else _plain_adamw
+        body = importlib.import_module("paceline.training.adamw").adamw if self._values.is_cuda else _plain_adamw
         for place, gradient in zip(self._places, gradients, strict=True):
             numbers = AdamW(rate, self.config.weight_decay if place.decays else 0.0, *self.config.betas)
             states = [place.view(flat) for flat in (self._masters, self._moment1, self._moment2)]
