@@ -8,12 +8,10 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore
 
 from paceline.compiling import guard, settings
 from paceline.compiling.cache import CompileCache
 from paceline.compiling.fingerprint import Fingerprint
-from paceline.compiling.meeting import store_barrier
 from paceline.compiling.snapshot import snapshot
 from paceline.compiling.warmup import PhaseReport, Role, WarmPart, warm_up
 from paceline.errors import UserError
@@ -193,12 +191,3 @@ def test_a_lock_that_is_not_let_go_names_its_holder(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, HERE)
     with cache.lock("rank 0 of another launch"), pytest.raises(UserError, match="held by rank 0 of another launch"):
         warm_up([], cache, Role(True, "rank 0", wait_seconds=0.0), nothing, nothing)
-
-
-def test_the_store_barrier_lets_pass_when_all_came_and_names_who_did_not() -> None:
-    store = HashStore()
-    store.set("meeting/ready/1", "here")
-    store_barrier(store, rank=0, world=2, seconds=5)("ready")
-    store.set("meeting/go/2", "here")
-    with pytest.raises(UserError, match=r"ranks \[1, 3\] did not come to 'go'"):
-        store_barrier(store, rank=0, world=4, seconds=0.1)("go")
