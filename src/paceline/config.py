@@ -147,7 +147,6 @@ class TopologyConfig:
     drafters: int = 0
     features: Literal["bfloat16", "float8", "same"] = "same"
     """The form in which features travel between devices."""
-    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True)

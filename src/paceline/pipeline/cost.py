@@ -126,12 +126,11 @@ def drafter_bytes(sizes: Sizes, buffers: int, drafters: int) -> dict[str, int]:
     shape, parameters, each = sizes.drafter, drafter_parameters(sizes), sizes.drafter_width
     masters = 0 if each == 4 else 4
     sums = 4 if sizes.config.training.global_batch > 1 else 0
-    shards = drafters if sizes.config.topology.shard_optimizer else 1
     flat = 4 if drafters > 1 and not sums else 0
     head = sizes.target.vocabulary * shape.hidden_size * sizes.width * (1 if sizes.target.tied else 2)
     return {
         "weights and gradients": parameters * (2 * each + sums + flat),
-        "optimiser": parameters * (masters + 8) // shards,
+        "optimiser": parameters * (masters + 8),
         "embedding and head": head,
         "activations": _activations(sizes) * each,
         "features": buffers * wire_bytes(sizes),
