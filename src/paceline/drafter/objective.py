@@ -68,12 +68,14 @@ class Objective:
         self._float8_head = Float8Head(self._loss_ends) if config.matmul == "float8" else None
         self._padding = _padding(shape) if attention == "flex" else (0, 0)
         self._writer = self._make_writer(device) if attention == "flex" else None
+        self._compiled = False
         drafter.recompute(config.recompute)
         drafter.float8(config.matmul == "float8")
 
     def compile(self, **options: Any) -> None:
         """Compile the drafter's layers one by one (they share one graph) and its context projections."""
         self.drafter.compile_parts(**options)
+        self._compiled = True
 
     def sums(self, batch: FeatureBatch) -> Sums:
         """Loss and counts of one batch; gradients flow to the drafter's parameters."""
@@ -133,7 +135,8 @@ class Objective:
     def _attend(self, starts_A: Tensor, anchors_A: Tensor) -> Attend:
         if self._writer is not None:
             return flex_attend(self._writer.write(starts_A, anchors_A), self._flex_options)
-        if starts_A.is_cuda:
+        # Documents taken apart have other shapes in each batch, which compiled code would be compiled anew for.
+        if starts_A.is_cuda or self._compiled:
             return dense_attend(dense_mask(starts_A, anchors_A, self.shape.tokens, self.shape.block_size))
         return GroupedAttend(starts_A, anchors_A, self.shape.tokens, self.shape.block_size)
 
