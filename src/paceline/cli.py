@@ -37,7 +37,7 @@ def train(config: Positional[Path], overrides: Overrides = (), *, resume: bool =
     chosen = configuration.load(config, overrides)
     if launch.under_torchrun():
         return launch.run(chosen, resume=resume)
-    preflight(chosen)
+    preflight(chosen, claims=not resume)
     code = launch.run(chosen, resume=resume)
     if code == 0:
         folder = Path(chosen.run.folder) / chosen.run.name
@@ -84,7 +84,7 @@ def warmup(config: Positional[Path], overrides: Overrides = ()) -> int:
     from paceline.training.setup import preflight
 
     chosen = configuration.load(config, overrides)
-    preflight(chosen)
+    preflight(chosen, claims=False)
     return launch.run(chosen, program="paceline.training.loop:warm_only")
 
 

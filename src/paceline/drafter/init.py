@@ -85,21 +85,31 @@ def _mean_context(drafter: Drafter, target: Weights, sources: list[int]) -> None
         drafter.hidden_norm.weight.copy_(torch.stack(found).mean(dim=0))
 
 
+def check_continues(folder: Path, theirs: DrafterShape, mine: DrafterShape) -> None:
+    """Raise UserError where a folder's drafter is not of the shape that is to be continued."""
+    if (theirs.layers, theirs.hidden_size) != (mine.layers, mine.hidden_size):
+        raise UserError(
+            f"drafter.init = {str(folder)!r} holds a drafter of {theirs.layers} layers and hidden size "
+            f"{theirs.hidden_size}; this run's has {mine.layers} and {mine.hidden_size}",
+            _OTHER_SHAPE,
+        )
+    if theirs.layer_ids != mine.layer_ids:
+        raise UserError(
+            f"drafter.init = {str(folder)!r} reads target layers {list(theirs.layer_ids)}, this run captures "
+            f"{list(mine.layer_ids)}",
+            f"set target.layer_ids = {list(theirs.layer_ids)}",
+        )
+
+
+_OTHER_SHAPE = "set drafter.layers and the target to those it was trained with, or use init = 'target'"
+
+
 def _continue_from(drafter: Drafter, folder: Path, read: Read) -> None:
     shape, state = read(folder)
+    check_continues(folder, shape, drafter.shape)
     mine = drafter.state_dict()
     wrong = [name for name in mine if name not in state or state[name].shape != mine[name].shape]
     if wrong or len(state) != len(mine):
-        raise UserError(
-            f"drafter.init = {str(folder)!r} holds a drafter of {shape.layers} layers and hidden size "
-            f"{shape.hidden_size}; this run's has {drafter.shape.layers} and {drafter.shape.hidden_size}"
-            + (f" (first mismatch: {wrong[0]})" if wrong else ""),
-            "set drafter.layers and the target to those it was trained with, or use init = 'target'",
-        )
-    if shape.layer_ids != drafter.shape.layer_ids:
-        raise UserError(
-            f"drafter.init = {str(folder)!r} reads target layers {list(shape.layer_ids)}, this run captures "
-            f"{list(drafter.shape.layer_ids)}",
-            f"set target.layer_ids = {list(shape.layer_ids)}",
-        )
+        first = wrong[0] if wrong else min(state.keys() - mine.keys())
+        raise UserError(f"drafter.init = {str(folder)!r}: {first} is not of this run's drafter", _OTHER_SHAPE)
     drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})

@@ -20,8 +20,9 @@ from paceline.launch.places import visible_gpus, workers_wanted
 from paceline.launch.watch import Limits, Watcher
 from paceline.launch.worker import load_program, run_here
 from paceline.pipeline.auto import RATES_FILE, Rates, choose, with_topology
+from paceline.pipeline.heartbeat import unwritable
 from paceline.pipeline.process import World
-from paceline.pipeline.topology import Topology
+from paceline.pipeline.topology import Topology, assign
 
 TRAINING = "paceline.training.loop:train"
 _MEASURING = "paceline.training.measure:measure"
@@ -43,6 +44,8 @@ def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int
         with _stall_watch(config, run_folder, world):
             return run_here(config, world, run_folder, lambda: load_program(program), resume or world.attempt > 0)
     workers = workers_wanted(config, visible_gpus())
+    # What every worker would refuse is refused here, before anything is written.
+    assign(config.topology, workers, config.target.tensor_parallel)
     if workers == 1:
         return run_here(config, World(), run_folder, lambda: load_program(program), resume)
     return _run_workers(config, run_folder, program, workers, resume)
@@ -79,8 +82,11 @@ def _run_workers(config: Config, run_folder: Path, program: str, workers: int, r
     from paceline.launch.local import LocalWorld, run_local  # noqa: PLC0415 - brings torch's elastic agent
 
     path = run_folder / "launch.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(configuration.dump(config))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(configuration.dump(config))
+    except OSError as error:
+        raise UserError(*unwritable(run_folder, error)) from None
     return run_local(LocalWorld(config, path, run_folder, program, workers, resume))
 
 

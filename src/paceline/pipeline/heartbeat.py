@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.errors import UserError
 from paceline.live import WorkerStatus
 
 FOLDER = "heartbeat"
@@ -41,11 +42,17 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes this worker's file until closed. `beat` costs a few microseconds and never waits for the disk."""
+    """Writes this worker's file until closed. `beat` costs a few microseconds and never waits for the disk.
+
+    Raises UserError where the run folder cannot be made.
+    """
 
     def __init__(self, run_folder: Path, rank: int, role: str) -> None:
         folder = run_folder / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(*unwritable(run_folder, error)) from None
         self._path = folder / f"rank-{rank}.json"
         now = time.time()
         self._last = Beat(rank, role, os.getpid(), socket.gethostname(), 0, "start", None, None, now, now)
@@ -92,6 +99,11 @@ class Heartbeat:
         except OSError:
             # A full disk must not end a run through its heartbeat: the checkpoint will say so, or nobody needs to know.
             return
+
+
+def unwritable(run_folder: Path, error: OSError) -> tuple[str, str]:
+    """What to say of a run folder that cannot be written, and the remedy."""
+    return f"cannot write the run folder {run_folder}: {error}", "set run.folder to a place you own"
 
 
 def read_beats(run_folder: Path) -> dict[int, Beat]:

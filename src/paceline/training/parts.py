@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from paceline.batches import FrozenEnds
 from paceline.drafter.init import build
 from paceline.drafter.model import Drafter
 from paceline.drafter.objective import Objective
-from paceline.errors import UserError
 from paceline.target.base import Target
 from paceline.target.ends import load_ends
 from paceline.target.feature_cache import CachedTarget
@@ -22,6 +20,7 @@ from paceline.target.transformers_body import TransformersTarget, compute_dtype
 from paceline.target.weights import weights_reader
 from paceline.training.optimizer import Optimizer
 from paceline.training.run import Run
+from paceline.training.setup import check_init
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,8 @@ def _new_drafter(run: Run) -> Drafter:
     init = run.config.drafter.init
     # A resumed run takes its weights from the checkpoint: what it started from may be gone.
     init = "random" if run.resumed is not None else init
-    if init not in ("random", "target") and not Path(init).is_dir():
-        raise UserError(
-            f"drafter.init = {init!r} is neither random, nor target, nor a folder", "give a drafter's folder"
-        )
+    if run.resumed is None:
+        check_init(run.setup)
     reader = weights_reader(run.config.target) if init == "target" else None
     return build(run.setup.drafter, init, run.config.run.seed, target=reader, read=export.read)
 

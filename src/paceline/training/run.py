@@ -24,12 +24,12 @@ from paceline.config import Config
 from paceline.data.corpus import Corpus, build_corpus
 from paceline.data.stream import Stream
 from paceline.errors import UserError
-from paceline.pipeline.heartbeat import Heartbeat
+from paceline.pipeline.heartbeat import Heartbeat, unwritable
 from paceline.pipeline.process import World
 from paceline.pipeline.topology import Role, Schedule, Topology, assign, make_schedule
 from paceline.pipeline.world import Connection, Groups, join, open_groups
 from paceline.training.checkpoint import Checkpoint, load_latest
-from paceline.training.setup import Setup, set_up, total_steps
+from paceline.training.setup import Setup, refuse_used_folder, set_up, total_steps
 
 Say = Callable[[str], None]
 
@@ -148,17 +148,15 @@ def claim_folder(folder: Path, config: Config, resume: bool) -> None:
 
     Raises UserError when it holds another run that was not meant to be resumed.
     """
-    if not resume and (folder / "metrics.jsonl").exists():
-        raise UserError(
-            f"{folder} already holds a run", "add --resume to continue it, or choose another run.name (or remove it)"
-        )
+    if not resume:
+        refuse_used_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(configuration.dump(config))
         with (folder / "starts.jsonl").open("a") as file:
             file.write(json.dumps(_origin()) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write the run folder {folder}: {error}", "set run.folder to a place you own") from None
+        raise UserError(*unwritable(folder, error)) from None
 
 
 def _origin() -> dict[str, Any]:

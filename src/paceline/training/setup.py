@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from paceline import export
 from paceline.batches import BatchShape, TokenBatch
 from paceline.config import Config, default_gamma
 from paceline.data.corpus import build_corpus
 from paceline.data.stream import Stream
+from paceline.drafter.init import check_continues
 from paceline.drafter.sizes import shape_for
 from paceline.errors import UserError
 from paceline.shapes import DrafterShape, TargetShape
@@ -61,9 +64,18 @@ def total_steps(config: Config, batches_per_epoch: int) -> int:
     return max(1, round(config.training.epochs * batches_per_epoch / config.training.global_batch))
 
 
-def preflight(config: Config) -> None:
-    """Everything that can be refused before a worker starts: configuration, target's facts, data. Raises UserError."""
+def preflight(config: Config, *, claims: bool = True) -> None:
+    """Everything that can be refused before a worker starts and a file is written. Raises UserError.
+
+    That is the configuration, the target's facts, the data, and the drafter to start from. `claims` says that the run
+    folder must not hold a run yet.
+    """
+    folder = Path(config.run.folder) / config.run.name
+    if claims:
+        refuse_used_folder(folder)
     setup = set_up(config)
+    if claims:
+        check_init(setup)
     corpus = build_corpus(
         config.data,
         setup.tokenizer,
@@ -73,6 +85,28 @@ def preflight(config: Config) -> None:
         report=_silent,
     )
     Stream(corpus.train, setup.batch, config.run.seed, corpus.held_out, config.evaluation.anchors)
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Raise UserError where a run lies already."""
+    if (folder / "metrics.jsonl").exists():
+        raise UserError(
+            f"{folder} already holds a run", "add --resume to continue it, or choose another run.name (or remove it)"
+        )
+
+
+def check_init(setup: Setup) -> None:
+    """Raise UserError where `drafter.init` cannot be what this run's drafter starts from."""
+    init = setup.config.drafter.init
+    if init in ("random", "target"):
+        return
+    folder = Path(init)
+    if not folder.is_dir():
+        raise UserError(
+            f"drafter.init = {init!r} is neither random, nor target, nor a folder", "give a drafter's folder"
+        )
+    shape, _ = export.read_shape(folder)
+    check_continues(folder, shape, setup.drafter)
 
 
 def _silent(_: str) -> None:
