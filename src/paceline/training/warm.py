@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from paceline.compiling import fingerprint, guard
 from paceline.compiling.cache import CompileCache, last_warmup_seconds
 from paceline.compiling.forbid import Forbidden, dense_flex_raises, forbid
 from paceline.compiling.places import chosen_root
-from paceline.compiling.warmup import Role, WarmPart, warm_up
+from paceline.compiling.warmup import Role, WarmPart, WarmReport, warm_up
 from paceline.drafter.objective import Objective
 from paceline.errors import UserError
 from paceline.target.base import Target
@@ -78,12 +79,21 @@ def warm_worker(run: Run, learner: Learner | None, target: Target | None) -> Wat
         lambda name: run.connection.barrier(name, run.config.compiling.warmup_seconds),
         lambda phase: run.say(str(phase)),
     )
+    _keep(run, report)
     for warning in report.warnings:
         print(f"rank {run.world.rank}: {warning}", flush=True)
     if learner is not None and expected is not None:
         _compare(learner, tokens, expected, run)
     dense_flex_raises()
     return Watch(forbid())
+
+
+def _keep(run: Run, report: WarmReport) -> None:
+    """What this worker's warm-up took and compiled, beside the run: `warmup/rank-N.json`."""
+    folder = run.folder / "warmup"
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = dataclasses.asdict(report) | {"total": dataclasses.asdict(report.counters)}
+    (folder / f"rank-{run.world.rank}.json").write_text(json.dumps(facts, indent=1, default=str))
 
 
 def _leads(run: Run) -> bool:
