@@ -1,6 +1,6 @@
 """The numbers of each step, from the device to the record, one step late and without a wait.
 
-B block size.
+B block size, G batches of a step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Tally:
     def __init__(self, run: Run, scores: Scores, reduce: Callable[[Tensor], None] | None) -> None:
         self._run, self._scores, self._reduce = run, scores, reduce
         self._block = run.setup.batch.block_size
+        self._batches = run.config.training.global_batch
         self._delayed = Delayed(self._deliver)
         self._clock = Clock()
         self._skipped_in_a_row = 0
@@ -34,8 +35,12 @@ class Tally:
         self._tokens = 0
 
     def add(self, tokens: TokenBatch, sums: Sums) -> None:
-        """[loss, weight, correct per slot, labels per slot] of one batch."""
-        values = torch.cat([sums.loss.detach().float()[None], sums.weight.float()[None], sums.correct_B, sums.count_B])
+        """[loss, weight, correct per slot, labels per slot, which batches have a loss that is not finite] of one."""
+        loss = sums.loss.detach().float()[None]
+        bad_G = loss.new_zeros(self._batches)
+        if tokens.documents:
+            bad_G[tokens.index % self._batches] = ~loss[0].isfinite()
+        values = torch.cat([loss, sums.weight.float()[None], sums.correct_B, sums.count_B, bad_G])
         self._sums = values if self._sums is None else self._sums + values
         self._tokens += tokens.bounds[-1] if tokens.documents else 0
 
@@ -64,8 +69,8 @@ class Tally:
         block = self._block
         loss, weight = values[0], values[1]
         correct, count = values[2 : 2 + block], values[2 + block : 2 + 2 * block]
-        tokens, norm, skipped = values[2 + 2 * block :]
-        self._watch_skipped(step, bool(skipped), weight)
+        bad_G, (tokens, norm, skipped) = values[2 + 2 * block : -3], values[-3:]
+        self._watch_skipped(step, bool(skipped), weight, bad_G)
         record = {
             "event": "step",
             "step": step,
@@ -80,20 +85,21 @@ class Tally:
         }
         self._scores.record_step(record)
 
-    def _watch_skipped(self, step: int, skipped: bool, weight: float) -> None:
-        """Name and save the batches of a step that no rank applied; give up after too many in a row."""
+    def _watch_skipped(self, step: int, skipped: bool, weight: float, bad_G: list[float]) -> None:
+        """Name and save the batches for which no rank applied a step; give up after too many such steps in a row."""
         if not skipped:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        first = (step - 1) * self._run.config.training.global_batch
-        indices = range(first, first + self._run.config.training.global_batch)
+        first = (step - 1) * self._batches
+        # A loss that is finite may have a gradient that is not: then it may be any of the step's batches.
+        indices = [first + place for place in range(self._batches) if bad_G[place] or not any(bad_G)]
         reason = "no supervised token" if not weight else "values that are not finite"
         if self._run.world.rank == 0:
             for index in indices:
                 _save_batch(self._run, index)
         self._run.say(
-            f"step {step} was skipped on all ranks: {reason} in batches {indices.start}–{indices.stop - 1} "
+            f"step {step} was skipped on all ranks: {reason} in {_named(indices)} "
             f"(saved in {self._run.folder / 'skipped'})"
         )
         if self._skipped_in_a_row >= self._run.config.training.max_skipped:
@@ -101,6 +107,12 @@ class Tally:
                 f"{self._skipped_in_a_row} steps in a row had {reason}, the last is {step}",
                 "look at the saved batches and at the target's features; a lower training.learning_rate may help",
             )
+
+
+def _named(indices: list[int]) -> str:
+    if len(indices) == 1:
+        return f"batch {indices[0]}"
+    return f"batches {', '.join(map(str, indices[:8]))}{', …' if len(indices) > 8 else ''}"
 
 
 def _save_batch(run: Run, index: int) -> None:
