@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from drafter_world import World, gradients, relative, world
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex_module
 
 from paceline.batches import BatchShape, FeatureBatch
 from paceline.config import TrainingConfig
 from paceline.data.documents import Documents
 from paceline.data.stream import Stream
+from paceline.drafter import blocks
 from paceline.drafter.objective import Objective
 
 CONFIG = TrainingConfig()
 
 
 @pytest.fixture
-def uncompiled() -> Iterator[None]:
-    """Dynamo off: every torch.compile runs its function as it is."""
-    with torch._dynamo.config.patch(disable=True):
-        yield
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo off: flex_attention in plain operations, and its mask function asked about every query and key."""
+    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(blocks, "_compiled_flex", flex_module.flex_attention)
 
 
 @torch.no_grad()
