@@ -158,7 +158,7 @@ def test_the_counters_alone_catch_it_too(
     from torch._dynamo.callback import callback_handler
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    skip_probes()
+    skip_probes(monkeypatch.setattr)
     loss = lazy_backward("inductor")
     forbidden = forbidding()
     callback_handler.start_callbacks.clear()
