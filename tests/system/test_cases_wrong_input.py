@@ -55,7 +55,7 @@ def _write(name: str, *rows: object) -> Callable[[Path], None]:
     return prepare
 
 
-def _drafter(folder: Path, vocabulary: int = 48, **sizes: int) -> None:
+def _drafter(folder: Path, **sizes: int) -> None:
     """A drafter that was trained for this target, or with other sizes."""
     target = read_shape(TargetConfig(model=str(folder / "target")))
     shape = shape_for(target, (0, 1), DrafterConfig(**({"layers": 1, "block_size": 4} | sizes)), MASK)
@@ -185,13 +185,27 @@ def test_every_verb_refuses_in_one_line(words: list[str], world: Path, capfd: py
     assert not list(world.glob("out*"))
 
 
+def test_a_drafter_of_another_target_is_one_line_with_both_sizes(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _drafter(world)
+    other = _target(world)
+    facts = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(facts | {"hidden_size": 24}))
+    assert cli.main(["eval", "--drafter", f"{world}/drafter", "--target", str(other)]) == 2
+    first, hint = capfd.readouterr().err.splitlines()
+    assert all(word in first for word in ("hidden size 16", "24", "broken")), first
+    assert hint.startswith("  hint: ")
+
+
 def test_a_resumed_run_whose_data_is_gone_stops_at_once(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copy(world / "train.jsonl", world / "gone.jsonl")
     words = ["train", str(world / "run.toml"), "run.name=resumed", f"data.train={world}/gone.jsonl"]
     assert cli.main(words) == 0
+    # The held-out answers end where the target would have gone on: agreement is low, and that is said.
+    assert "of held-out answer tokens are what the target itself would write" in capfd.readouterr().err
     (world / "gone.jsonl").unlink()
     metrics = (world / "runs" / "resumed" / "metrics.jsonl").read_text()
-    capfd.readouterr()
     assert cli.main([*words, "training.steps=9", "--resume"]) == 2
     assert capfd.readouterr().err.startswith("error: no data at ")
     assert (world / "runs" / "resumed" / "metrics.jsonl").read_text() == metrics
