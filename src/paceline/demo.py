@@ -70,7 +70,7 @@ class Scale:
 
 
 QUICK = Scale(answers=40, steps=30, evaluations=1, held_out_anchors=300, decoded=24, prompts=1)
-CPU = Scale(answers=420, steps=700, evaluations=6, held_out_anchors=1500, decoded=64, prompts=3)
+CPU = Scale(answers=420, steps=900, evaluations=6, held_out_anchors=4000, decoded=64, prompts=3)
 GPU = Scale(answers=0, steps=6000, evaluations=20, held_out_anchors=16384, decoded=128, prompts=3)
 
 
@@ -187,7 +187,7 @@ def demo_config(model: Path, run_folder: Path, scale: Scale, *, gpu: bool) -> Co
             held_out=(str(DATA / "held_out.jsonl.gz"),),
             max_tokens=512,
         ),
-        drafter=DrafterConfig(layers=5 if gpu else 1, block_size=8),
+        drafter=DrafterConfig(layers=5 if gpu else 1, block_size=8 if gpu else 4),
         training=_gpu_training(scale) if gpu else _cpu_training(scale),
         evaluation=EvaluationConfig(every=max(1, scale.steps // scale.evaluations), anchors=scale.held_out_anchors),
         checkpoint=CheckpointConfig(every=0),
@@ -199,7 +199,10 @@ def _gpu_training(scale: Scale) -> TrainingConfig:
 
 
 def _cpu_training(scale: Scale) -> TrainingConfig:
-    return TrainingConfig(steps=scale.steps, tokens=1024, anchors=160, learning_rate=1e-3, vocabulary="data")
+    """A short block: a few hundred steps teach the first slots, and a slot costs a row of the head."""
+    return TrainingConfig(
+        steps=scale.steps, tokens=1024, anchors=320, learning_rate=2e-3, betas=(0.9, 0.95), vocabulary="data"
+    )
 
 
 def _training_data(run_folder: Path, answers: int) -> Path:
