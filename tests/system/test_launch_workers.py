@@ -147,7 +147,7 @@ def test_a_killed_worker_is_named_and_not_those_that_lost_it(tmp_path: Path, cap
 
 
 def test_a_stopped_worker_is_named_with_the_stacks_of_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = _config(tmp_path, 3, stall_seconds=4.0)
+    config = _config(tmp_path, 3, stall_seconds=10.0)
     with _when_ready(tmp_path, 3, lambda: os.kill(_pid(tmp_path, 1), signal.SIGSTOP)):
         assert launch.run(config, program="launch_programs:follow_the_stopped") == 1
     error, hint, _ = capfd.readouterr().err.splitlines()[-3:]
