@@ -24,9 +24,10 @@ p.lead { color: #55606e; margin: 0 0 20px; }
 .cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 0 0 20px; }
 .card { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; padding: 12px 16px; min-width: 150px; }
 .card b { display: block; font-size: 24px; } .card span { color: #55606e; font-size: 13px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 16px; }
+.plots { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+@media (max-width: 820px) { .plots { grid-template-columns: minmax(0, 1fr); } }
 .plot, table, pre { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; }
-.plot { padding: 8px; } table { border-collapse: collapse; width: 100%; }
+.plot { padding: 8px; min-width: 0; overflow: hidden; } table { border-collapse: collapse; width: 100%; }
 td, th { padding: 6px 12px; border-bottom: 1px solid #eceff2; text-align: left; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 pre { padding: 12px; overflow: auto; font-size: 13px; white-space: pre-wrap; }
@@ -36,7 +37,7 @@ _LAYOUT = {
     "template": "plotly_white",
     "height": 340,
     "margin": {"l": 60, "r": 20, "t": 44, "b": 50},
-    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+    "legend": {"x": 1, "xanchor": "right", "y": 1, "bgcolor": "rgba(255,255,255,0.7)"},
 }
 
 
@@ -113,7 +114,9 @@ def _cards(run: Run) -> str:
 
 
 def _figure(figure: go.Figure) -> str:
-    return f"<div class='plot'>{figure.to_html(full_html=False, include_plotlyjs=False)}</div>"
+    options = {"displayModeBar": False, "responsive": True}
+    page = figure.to_html(full_html=False, include_plotlyjs=False, config=options, default_width="100%")
+    return f"<div class='plot'>{page}</div>"
 
 
 def _loss(run: Run) -> go.Figure | None:
@@ -150,7 +153,8 @@ def _tau(run: Run) -> go.Figure | None:
     line = {"width": 3, "color": "#c2410c"}
     figure.add_scatter(x=steps, y=taus, mode="lines+markers", name="all held-out prompts", line=line)
     title = "Acceptance length τ on held-out prompts"
-    return figure.update_layout(title=title, xaxis_title="optimiser step", **_LAYOUT)
+    low = {"legend": {**_LAYOUT["legend"], "y": 0, "yanchor": "bottom"}}
+    return figure.update_layout(title=title, xaxis_title="optimiser step", **(_LAYOUT | low))
 
 
 def _slots(run: Run) -> go.Figure | None:
