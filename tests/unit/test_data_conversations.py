@@ -113,3 +113,12 @@ def test_tools_calls_results_and_reasoning_travel() -> None:
 def test_a_system_key_beside_the_turns_becomes_the_first_message() -> None:
     _, conversation = convert({"system": "s", "conversations": [{"from": "human", "value": "a"}]})
     assert [item["role"] for item in conversation.messages] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "cut"),
+    [({"truncated": True}, True), ({"flags": ["truncated"]}, True), ({"flags": ["looping"]}, False), ({}, False)],
+)
+def test_an_answer_marked_as_cut_off(mark: dict[str, Any], cut: bool) -> None:
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two thr"}]
+    assert convert({"messages": messages, **mark})[1].truncated is cut

@@ -92,6 +92,12 @@ def _kind(row: Mapping[str, Any]) -> str:
     return value[:80] if isinstance(value, str) else ""
 
 
+def _cut_off(row: Mapping[str, Any]) -> bool:
+    """Whether the last answer is marked as cut off: by a field of its own, or by `regenerate`'s flags."""
+    flags = row.get("flags")
+    return row.get("truncated") is True or (isinstance(flags, list) and "truncated" in flags)
+
+
 def _from_list(row: Mapping[str, Any]) -> Conversation:
     key = next((name for name in _LISTS if isinstance(row.get(name), list)), "")
     if not key:
@@ -108,7 +114,7 @@ def _conversation(items: list[Any], row: Mapping[str, Any]) -> Conversation:
         check_text(system)
         messages.insert(0, {"role": "system", "content": system})
     _check_order(messages)
-    return Conversation(tuple(messages), _kind(row), _tools(row), truncated=row.get("truncated") is True)
+    return Conversation(tuple(messages), _kind(row), _tools(row), truncated=_cut_off(row))
 
 
 def _from_pair(row: Mapping[str, Any]) -> Conversation:
