@@ -50,7 +50,8 @@ class TargetConfig:
     weights: Literal["full", "float8"] = "full"
     feature_cache: Literal["none", "memory", "disk"] = "none"
     """Keep the features of every document, so that epochs after the first cost no target compute."""
-    feature_cache_dtype: Literal["same", "float8"] = "same"
+    feature_cache_dtype: Literal["auto", "same", "float8"] = "auto"
+    """`float8` has a scale for each token and layer; `auto` is that on disk, and the target's dtype in memory."""
     feature_cache_folder: str = ""
 
 

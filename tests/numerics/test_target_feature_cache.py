@@ -64,7 +64,7 @@ def target(folder: Path) -> Counting:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> TargetConfig:
-    return TargetConfig(feature_cache="disk", feature_cache_folder=str(tmp_path / "kept"))
+    return TargetConfig(feature_cache="disk", feature_cache_dtype="same", feature_cache_folder=str(tmp_path / "kept"))
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,12 @@ def test_float8_keeps_each_layer_to_a_sixteenth(target: Counting, settings: Targ
         kept, online = (item[:end].view(end, 2, 32) for item in (cached.features(batch), target.features(batch)))
         largest = online.abs().amax(dim=-1, keepdim=True)
         assert ((kept - online).abs() <= online.abs() / 16 + largest / 448 / 512).all()
+
+
+def test_disks_keep_float8_and_memory_the_dtype_unless_told_otherwise() -> None:
+    forms = {where: feature_cache.kept_form(TargetConfig(feature_cache=where)) for where in ("memory", "disk")}
+    assert forms == {"memory": "same", "disk": "float8"}
+    assert feature_cache.kept_form(TargetConfig(feature_cache="disk", feature_cache_dtype="same")) == "same"
 
 
 def test_a_second_start_computes_nothing(target: Counting, settings: TargetConfig) -> None:

@@ -69,7 +69,7 @@ class CachedTarget(Target):
         self._held_out: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._calls = 0
         lengths = np.minimum(documents.lengths, tokens)
-        encoding = Encoding(config.feature_cache_dtype, target.dtype, len(target.layer_ids), target.shape.hidden_size)
+        encoding = Encoding(kept_form(config), target.dtype, len(target.layer_ids), target.shape.hidden_size)
         home = _home(target.device, encoding.bytes_per_token * int(lengths.sum()))
         self._shards = Shards(encoding, lengths, _SHARD_BYTES, self._folder(config), home)
         self._refuse_if_too_large(report or _silent)
@@ -128,7 +128,7 @@ class CachedTarget(Target):
             "documents": documents_digest(self._documents, self._tokens),
             "layers": list(self.layer_ids),
             "dtype": str(self.dtype),
-            "kept": config.feature_cache_dtype,
+            "kept": kept_form(config),
         }
         return root / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -212,6 +212,13 @@ class CachedTarget(Target):
             documents=tuple(shard.first + number for number in row),
             bounds=tuple(bounds),
         )
+
+
+def kept_form(config: TargetConfig) -> str:
+    """`same` or `float8`: what `target.feature_cache_dtype` means for this kind of cache."""
+    if config.feature_cache_dtype != "auto":
+        return config.feature_cache_dtype
+    return "float8" if config.feature_cache == "disk" else "same"
 
 
 def _home(device: torch.device, needed: int) -> torch.device:
