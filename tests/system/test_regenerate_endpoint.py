@@ -271,8 +271,10 @@ def test_bad_rows_are_counted_and_repeated_ones_answered_once(server: Server, tm
         assert part in text
 
 
+# A shell starts background jobs with SIGINT ignored, and a test runner may be one: the child takes it back.
 _CHILD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from paceline.regenerate import RegenerateOptions, regenerate
 source, output, url = sys.argv[1:]
 regenerate(RegenerateOptions(sources=(source,), output=output, endpoint=url, in_flight=3, retry_seconds=0.0))
