@@ -93,3 +93,15 @@ def test_any_tree_is_a_config_or_a_user_error(tree: dict[str, Any]) -> None:
         except UserError:
             continue
         assert isinstance(built, config.Config)
+
+
+def test_the_manual_names_every_key_and_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for section, kind in get_type_hints(config.Config).items():
+        part = page.split(f"## [{section}]")[1].split("\n## ")[0]
+        rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| `")]
+        assert [row[0].strip("| `") for row in rows] == [field.name for field in dataclasses.fields(kind)]
+        for row, field in zip(rows, dataclasses.fields(kind), strict=True):
+            plain = list(field.default) if isinstance(field.default, tuple) else field.default
+            shown = '""' if plain == "" else str(plain).lower() if isinstance(plain, bool) else str(plain)
+            assert row[-2] == f"`{shown}`", (section, field.name)
