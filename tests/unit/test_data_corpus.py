@@ -125,17 +125,18 @@ def test_preformatted_text_in_another_form_stops_and_shows_it(tmp_path: Path) ->
 def test_what_was_built_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.jsonl", [talk(item) for item in range(20)])
     first = build(tmp_path, train=(source,))
-    renamed = write(tmp_path / "b.jsonl", [talk(item) for item in range(20)])
 
     def never(*_: Any) -> None:
         raise AssertionError("built again")
 
     with monkeypatch.context() as patch:
         patch.setattr(corpus_room, "_build", never)
-        again = build(tmp_path, train=(renamed,))
+        again = build(tmp_path, train=(source,))
     assert again.digest == first.digest
     assert again.folder == first.folder
     assert isinstance(again.train.ids, np.memmap)
+    renamed = write(tmp_path / "b.jsonl", [talk(item) for item in range(20)])
+    assert build(tmp_path, train=(renamed,)).digest == first.digest
     write(tmp_path / "a.jsonl", [talk(item) for item in range(19)])
     assert build(tmp_path, train=(source,)).folder != first.folder
     for changed in ({"max_tokens": 3000}, {"held_out_fraction": 0.3}, {"shape": "messages"}, {"thinking": "off"}):
@@ -234,3 +235,12 @@ def test_documents_on_disk_are_the_documents_given(tmp_path: Path) -> None:
     assert loaded.hashes.tolist() == [2**64 - 1, 2**64 - 2, 2**64 - 3]
     assert loaded.repeats.tolist() == [0, 1, 2]
     assert loaded.lengths.tolist() == [3, 0, 1]
+
+
+def test_the_same_bytes_under_another_name_are_told_under_that_name(tmp_path: Path) -> None:
+    rows = [talk(number) for number in range(3)]
+    said: list[str] = []
+    for name in ("first.jsonl", "second.jsonl"):
+        said.clear()
+        build(tmp_path, said, train=(write(tmp_path / name, rows),), held_out_fraction=0.0)
+        assert any(name in line for line in said), said

@@ -32,7 +32,7 @@ from paceline.data.work import Chunk, Settings, processes_for, run
 from paceline.errors import UserError
 
 _MOST_REPEATS = 10_000
-_FORM = 2
+_FORM = 3
 """Raise it when the same inputs give other tokens than before."""
 Report = Callable[[str], None]
 Files = tuple[list[File], list[File]]
@@ -106,6 +106,8 @@ def _key(config: DataConfig, template: Template, files: Files, mask_token_id: in
     facts = {
         "form": _FORM,
         "content": [content_digest(part) for part in files],
+        # What was set aside is told by file and line: the same bytes under another name are told under that name.
+        "names": [config.train, config.held_out, *([file.name for file in part] for part in files)],
         "tokenizer": template.fingerprint(),
         "shape": config.shape,
         "weights": config.weights,
