@@ -111,6 +111,9 @@ def worker(config: Config, world: World, resume: bool) -> int:
         facts |= _train(SplitSource(link, stream), bench, options["warm"])
     else:
         target = random_target(shape, device, dtype)
+        target.close_upper_layers()
+        if device.type == "cuda":
+            target.compile_layers()
         batch = stream.batch(0).to(device)
         facts["target_alone_seconds"] = _alone(lambda: target.features(batch), device)
         connection.barrier("ready", 600)

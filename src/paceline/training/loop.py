@@ -23,9 +23,12 @@ from paceline.training.warm import Watch, warm_worker
 def train(config: Config, world: World, resume: bool = False) -> int:
     """One worker of a run, from configuration to drafter. Raises UserError."""
     with open_run(config, world, resume) as run:
-        target = with_feature_cache(run, load_target(run)) if run.role.target is not None else None
+        target = load_target(run) if run.role.target is not None else None
         learner = make_learner(run, target) if run.role.drafter is not None else None
         watch = warm_worker(run, learner, target)
+        if target is not None:
+            with watch.explain(run.schedule.start):
+                target = with_feature_cache(run, target)
         link = _open_link(run) if run.topology.kind == "split" else None
         if learner is None:
             assert link is not None
