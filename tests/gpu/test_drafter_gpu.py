@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,6 +22,13 @@ from paceline.shapes import DrafterShape
 from paceline.training.optimizer import AdamW, Optimizer, _plain_adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """Drafters of many shapes in one process would reach Dynamo's limit of recompilations, which no run does."""
+    torch._dynamo.reset()
+
 
 SHAPE = DrafterShape(
     hidden_size=512,
@@ -76,12 +84,12 @@ def batch_of(lengths: tuple[int, ...], tokens: int, anchors: int, padding: int, 
     )
 
 
-def drafter(dtype: torch.dtype) -> Drafter:
+def drafter(dtype: torch.dtype, scale: float = 0.05) -> Drafter:
     torch.manual_seed(0)
     module = Drafter(SHAPE)
     for name, parameter in module.named_parameters():
         noise = torch.randn_like(parameter)
-        parameter.data = 1 + 0.1 * noise if "norm" in name else 0.05 * noise
+        parameter.data = 1 + 0.1 * noise if "norm" in name else scale * noise
     return module.to("cuda", dtype)
 
 
@@ -94,35 +102,49 @@ def oracle_gradients(module: Drafter, ends: FrozenEnds, batch: FeatureBatch, sha
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def worst_error(module: Drafter, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error of a parameter's gradient, and whose it is; the gradients are dropped."""
+    errors = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        errors[name] = float((parameter.grad.float() - expected[name]).norm() / expected[name].norm())
+        parameter.grad = None
+    name = max(errors, key=errors.__getitem__)
+    return errors[name], name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 0.05), (torch.bfloat16, 0.02), (torch.bfloat16, 0.05)], ids=str
+)
 @pytest.mark.parametrize("tokens", [1024, 500], ids=["whole tiles", "off the tile"])
-def test_gradients_of_the_fast_path(tokens: int, dtype: torch.dtype, bound: float) -> None:
-    """One compilation, every mask of that shape; parameters lie in the optimiser's flat buffer, as in training."""
+def test_gradients_of_the_fast_path(tokens: int, dtype: torch.dtype, scale: float) -> None:
+    """One compilation, every mask of that shape; parameters lie in the optimiser's flat buffer, as in training.
+
+    Weights of 0.02 are a new drafter's. At 0.05, where activations grow from product to product, bfloat16 itself costs
+    1.7 to 2.0 per cent in plain PyTorch with a dense mask: there the fast path is held to that.
+    """
     masks = {kind: mask for kind, mask in MASKS.items() if mask[1] == tokens}
     anchors = {mask[2] + mask[3] for mask in masks.values()}.pop()
     shape = BatchShape(tokens, anchors, 16, 7.0)
-    fast = drafter(dtype)
-    slow = copy.deepcopy(fast).float()
+    fast = drafter(dtype, scale)
+    slow, plain = copy.deepcopy(fast).float(), copy.deepcopy(fast)
     Optimizer(fast, TrainingConfig(), 10)
     table = (torch.randn(SHAPE.vocabulary, SHAPE.hidden_size, device="cuda") * 0.05).to(dtype)
-    objective = Objective(fast, FrozenEnds(table, table), shape, TrainingConfig(), "flex")
+    ends, wide = FrozenEnds(table, table), FrozenEnds(table.float(), table.float())
+    objective = Objective(fast, ends, shape, TrainingConfig(), "flex")
     objective.compile()
-    worst: dict[tuple[str, str], float] = {}
+    dense = Objective(plain, ends, shape, TrainingConfig(), "dense")
     for kind, (lengths, _, count, padding) in masks.items():
         tokens_batch = batch_of(lengths, tokens, count, padding).to(torch.device("cuda"))
         features = torch.randn(tokens, SHAPE.features, device="cuda").to(dtype)
-        wide = FrozenEnds(table.float(), table.float())
         expected = oracle_gradients(slow, wide, FeatureBatch(tokens_batch, features.float()), shape)
-        objective.sums(FeatureBatch(tokens_batch, features)).loss.backward()
-        for name, parameter in fast.named_parameters():
-            assert parameter.grad is not None
-            error = (parameter.grad.float() - expected[name]).norm() / expected[name].norm()
-            worst[kind, name] = float(error)
-            parameter.grad = None
         slow.zero_grad()
-        own = {key: value for key, value in worst.items() if key[0] == kind}
-        print(f"{kind}, {dtype}: worst relative error {max(own.values()):.2e} at {max(own, key=own.__getitem__)[1]}")
-    assert max(worst.values()) < bound
+        for each in (objective, dense):
+            each.sums(FeatureBatch(tokens_batch, features)).loss.backward()
+        error, name = worst_error(fast, expected)
+        floor, _ = worst_error(plain, expected)
+        print(f"{kind}, {dtype}, weights {scale}: worst relative error {error:.2e} at {name}, dense {floor:.2e}")
+        assert error < (1e-4 if dtype == torch.float32 else 2e-2 if scale == 0.02 else 1.3 * floor)
 
 
 def test_float8_gradients_point_the_same_way() -> None:

@@ -63,6 +63,11 @@ class FeatureSource(ABC):
         on every drafter, in the order of `held_out`."""
         return self._gather(mine, len(self.held_out))
 
+    def waited(self) -> float:
+        """Seconds for which this drafter's device waited for features since this was last asked; asking waits for
+        nothing."""
+        return 0.0
+
     def _due(self) -> list[Item]:
         return [Item("held_out", number, self._steps_done) for number in self.schedule.held_out_of(self.drafter)]
 

@@ -5,6 +5,7 @@ S context tokens, F = K·H width of a token's feature.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from paceline.pipeline.world import Connection, Groups
 if TYPE_CHECKING:
     from paceline.data.stream import Stream
     from paceline.target.base import Target
+
+
+_KEPT_SPANS = 64
 
 
 @dataclass(frozen=True)
@@ -109,20 +113,31 @@ def _broadcast_next_tokens(link: Link, held_out: tuple[EvaluationBatch, ...], ta
 # --- the target's end ----------------------------------------------------------------------------------------------
 
 
-def serve_features(link: Link, stream: Stream, target: Target) -> None:
+@dataclass(frozen=True)
+class Served:
+    """What a target rank did."""
+
+    batches: int
+    busy_seconds: float
+    """Of its device, making features; the rest it waited for drafters, or for the host."""
+    seconds: float
+
+
+def serve_features(link: Link, stream: Stream, target: Target) -> Served:
     """A target rank's whole run: the held-out next tokens, then every batch of the schedule that this target makes.
 
-    Returns when the last batch has been taken. The part of the model above the last captured layer is let go of after
-    the held-out batches. Raises UserError for nothing of its own; a lost drafter shows as the transport's RuntimeError.
+    Returns when the last batch has been taken, with its share of busy time. The part of the model above the last
+    captured layer is let go of after the held-out batches. Raises UserError for nothing of its own; a lost drafter
+    shows as the transport's RuntimeError.
     """
     held_out = tuple(stream.evaluation_batches())
     link.heartbeat.beat("held-out agreement", link.schedule.start)
     _broadcast_next_tokens(link, held_out, target)
     target.close_upper_layers()
-    serve_batches(link, stream, target, held_out)
+    return serve_batches(link, stream, target, held_out)
 
 
-def serve_batches(link: Link, stream: Stream, target: Target, held_out: tuple[EvaluationBatch, ...]) -> None:
+def serve_batches(link: Link, stream: Stream, target: Target, held_out: tuple[EvaluationBatch, ...]) -> Served:
     """Every batch of the schedule that this target makes, in order."""
     number = link.role.target
     assert number is not None
@@ -132,9 +147,46 @@ def serve_batches(link: Link, stream: Stream, target: Target, held_out: tuple[Ev
     try:
         for item in items:
             sender.make(item, batches)
-        sender.finish()
+        return sender.finish()
     finally:
         batches.close()
+
+
+class Spans:
+    """Adds up how long a device works on what is launched inside `with spans:`; waits only when asked for the total."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._host = 0.0
+        self._begun = 0.0
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record(torch.cuda.current_stream(self._device))
+            self._pairs.append((begin, torch.cuda.Event(enable_timing=True)))
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self._pairs[-1][1].record(torch.cuda.current_stream(self._device))
+            if len(self._pairs) > _KEPT_SPANS:
+                self._settle()
+        else:
+            self._host += time.perf_counter() - self._begun
+
+    def total(self) -> float:
+        """Seconds so far. Waits for the last span on a GPU."""
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+            self._settle()
+        return self._host
+
+    def _settle(self) -> None:
+        while self._pairs and self._pairs[0][1].query():
+            begin, end = self._pairs.popleft()
+            self._host += begin.elapsed_time(end) / 1000
 
 
 class _Sender:
@@ -147,22 +199,26 @@ class _Sender:
         self._buffers = [link.wire.buffer(link.device) for _ in range(count)]
         self._pending: deque[tuple[Item, Pending]] = deque()
         self._made = 0
+        self._busy = Spans(link.device)
+        self._begun = time.perf_counter()
 
     def make(self, item: Item, batches: TokenBatches) -> None:
         buffer = self._free_buffer()
         self._link.heartbeat.beat("target", item.step, batch=item.index)
         tokens = batches.take(item).to(self._link.device)
-        if self._link.wire.direct:
-            self._target.features(tokens, out=self._link.wire.view(buffer))
-        else:
-            self._link.wire.write(self._target.features(tokens), buffer)
+        with self._busy:
+            if self._link.wire.direct:
+                self._target.features(tokens, out=self._link.wire.view(buffer))
+            else:
+                self._link.wire.write(self._target.features(tokens), buffer)
         if self._link.role.shard == 0:
             receiver = self._link.schedule.receiver_rank(item)
             self._pending.append((item, self._link.transport.launch_send(buffer, receiver)))
 
-    def finish(self) -> None:
+    def finish(self) -> Served:
         while self._pending:
             self._settle_oldest()
+        return Served(self._made, self._busy.total(), time.perf_counter() - self._begun)
 
     def _free_buffer(self) -> Tensor:
         if len(self._pending) == len(self._buffers):
@@ -217,7 +273,6 @@ class SplitSource(FeatureSource):
         return _broadcast_next_tokens(self._link, self.held_out, None)
 
     def waited(self) -> float:
-        """Seconds for which this drafter's device waited for features since this was last asked."""
         return self._link.transport.waited()
 
     def close(self) -> None:

@@ -219,6 +219,10 @@ def _load_whole(source: ModelSource, dtype: torch.dtype) -> Any:
         raise UserError(
             f"target {source.name} lacks {len(missing)} weights, for example {missing[0]}", "download the model again"
         )
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        # transformers before 5.24 gives such a model torch's attention, which leaves the cap out without a word.
+        model.set_attn_implementation("eager")
     return model.eval().requires_grad_(False)
 
 

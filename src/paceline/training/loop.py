@@ -14,7 +14,7 @@ from paceline.target.base import Target
 from paceline.target.transformers_body import compute_dtype
 from paceline.training.checkpoint import save
 from paceline.training.parts import Learner, load_target, make_learner, with_feature_cache
-from paceline.training.run import Run, checkpoint_facts, open_run
+from paceline.training.run import Run, checkpoint_facts, keep_served, open_run
 from paceline.training.scores import Scores
 from paceline.training.tally import Tally
 from paceline.training.warm import Watch, warm_worker
@@ -33,7 +33,7 @@ def train(config: Config, world: World, resume: bool = False) -> int:
         if learner is None:
             assert link is not None
             assert target is not None
-            serve_features(link, run.stream, target)
+            keep_served(run, serve_features(link, run.stream, target))
         else:
             source = SplitSource(link, run.stream) if link is not None else _colocated(run, target)
             with contextlib.closing(source):
@@ -73,7 +73,7 @@ def fit(run: Run, learner: Learner, source: FeatureSource, watch: Watch, target:
                     tally.add(batch.tokens, sums)
                 report = learner.optimizer.step(tally.weight, reduce)
             step += 1
-            tally.finish(step, report)
+            tally.finish(step, report, source.waited())
             watch.check(step)
             if run.schedule.evaluates_after(step):
                 tally.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import platform
 import shlex
@@ -26,6 +27,7 @@ from paceline.data.stream import Stream
 from paceline.errors import UserError
 from paceline.pipeline.heartbeat import Heartbeat, unwritable
 from paceline.pipeline.process import World
+from paceline.pipeline.split import Served
 from paceline.pipeline.topology import Role, Schedule, Topology, assign, make_schedule
 from paceline.pipeline.world import Connection, Groups, join, open_groups
 from paceline.training.checkpoint import Checkpoint, load_latest
@@ -169,6 +171,13 @@ def _origin() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
     }
+
+
+def keep_served(run: Run, served: Served) -> None:
+    """A target's share of busy time, beside the run: `targets/rank-N.json`."""
+    folder = run.folder / "targets"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{run.world.rank}.json").write_text(json.dumps(dataclasses.asdict(served)))
 
 
 def checkpoint_facts(setup: Setup, corpus: Corpus) -> dict[str, Any]:

@@ -50,14 +50,15 @@ class Tally:
         assert self._sums is not None
         return self._sums[1]
 
-    def finish(self, step: int, report: StepReport) -> None:
-        """Close the step that ended as number `step` (1-based)."""
+    def finish(self, step: int, report: StepReport, waited: float) -> None:
+        """Close the step that ended as number `step` (1-based); `waited` are seconds of waiting for features."""
         assert self._sums is not None
         counted = torch.cat([self._sums, self._sums.new_tensor([float(self._tokens)])])
         if self._reduce is not None:
             self._reduce(counted)
         values = torch.cat([counted, report.grad_norm.float()[None], report.skipped.float()[None]])
-        self._delayed.put(step, values, {"learning_rate": report.learning_rate, "seconds": self._clock.lap()})
+        facts = {"learning_rate": report.learning_rate, "seconds": self._clock.lap(), "waited": waited}
+        self._delayed.put(step, values, facts)
         self._sums, self._tokens = None, 0
 
     def flush(self) -> None:
