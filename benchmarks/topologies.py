@@ -148,8 +148,12 @@ def killed_and_resumed(place: Place, topology: str, steps: int) -> dict[str, Any
     process = place.start(name, words)
     checkpoints = run / "checkpoints"
     deadline = time.monotonic() + place.options.seconds
-    while process.poll() is None and time.monotonic() < deadline and len(list(checkpoints.glob("step-*/whole.json"))) < 1:
+    while (
+        process.poll() is None and time.monotonic() < deadline and len(list(checkpoints.glob("step-*/whole.json"))) < 1
+    ):
         time.sleep(0.05)
+    if process.poll() is not None:
+        return {"topology": topology, "ended_early": (place.folder / f"{name}.log").read_text()[-3000:]}
     victim = json.loads((run / "heartbeat" / f"rank-{place.options.workers - 1}.json").read_text())
     doctor = asked_doctor(run)
     os.kill(victim["pid"], signal.SIGKILL)
@@ -214,7 +218,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="keep the launches' logs here")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    options.overrides.append(f"training.tokens={options.tokens}")
+    options.overrides.insert(0, f"training.tokens={options.tokens}")
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), options)
         record: dict[str, Any] = {"kind": "topologies", "command": " ".join(sys.argv), "machine": machine()}

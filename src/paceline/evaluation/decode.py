@@ -95,7 +95,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Timed:
-    """Answers of one batch and what they took."""
+    """Answers of one batch and what they took. Capturing a graph, which a server does once, is in neither time."""
 
     answers: list[Decoded]
     prefill_seconds: float
@@ -158,10 +158,13 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], limit: int, end_ids
     with loop.capture:
         start = _now(loop.device)
         loop.prefill()
+        prefilled = _now(loop.device)
+        if engine.graphs:
+            loop.prepare()
         begun = _now(loop.device)
         loop.run()
         end = _now(loop.device)
-    return Timed(loop.answers(), begun - start, end - begun)
+    return Timed(loop.answers(), prefilled - start, end - begun)
 
 
 def _now(device: torch.device) -> float:
@@ -307,16 +310,25 @@ class DecodingLoop:
 
     _graph: torch.cuda.CUDAGraph | None = None
 
-    def _graphed(self) -> None:
-        """The first steps run eagerly on a side stream, as capture requires; then one step is captured and replayed."""
+    def prepare(self) -> None:
+        """Capture a step, to be replayed by `run`, and leave the requests where they are.
+
+        The steps that capture asks for run for nothing: what they write lies beyond each request's length, where the
+        next real step overwrites it. Raises UserError where a step cannot be captured.
+        """
         if not self.engine.sampling.greedy or self.device.type != "cuda":
             raise UserError("CUDA graphs decode greedily on a GPU only", "set graphs off for this run")
-        if self._graph is None:
-            if len(self.history) < 3:
-                with _side_stream():
-                    self.step(self.capacity)
-                return
-            self._graph = self._captured()
+        moving = (self.tokens_RC, self.lengths_R, self.done_R, self.committed_R, self.accepted_R)
+        kept = [tensor.clone() for tensor in moving]
+        with _side_stream():
+            for _ in range(2):
+                self.step(self.capacity)
+        self._graph = self._captured()
+        for tensor, value in zip(moving, kept, strict=True):
+            tensor.copy_(value)
+
+    def _graphed(self) -> None:
+        assert self._graph is not None, "prepare comes before run"
         self._graph.replay()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
