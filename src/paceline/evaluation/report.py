@@ -84,7 +84,7 @@ def evaluate(
     for size in batches:
         drafted = run_batches(engine, prompts, size, limit, end_ids)
         plain = run_batches(engine.without_drafter(), prompts, size, limit, end_ids)
-        speeds.append(_speed(size, drafted, plain))
+        speeds.append(measured_speed(size, drafted, plain))
         report(f"batch {size}: {speeds[-1].speculative:.1f} tok/s with, {speeds[-1].plain:.1f} without the drafter")
         first = first or (drafted, plain)
     assert first is not None
@@ -141,7 +141,8 @@ def _answers(timed: Sequence[Timed]) -> list[Decoded]:
     return [answer for batch in timed for answer in batch.answers]
 
 
-def _speed(size: int, drafted: Sequence[Timed], plain: Sequence[Timed]) -> Speed:
+def measured_speed(size: int, drafted: Sequence[Timed], plain: Sequence[Timed]) -> Speed:
+    """Of the same prompts, decoded both ways in batches of `size`."""
     steps = sum(answer.steps for answer in _answers(drafted))
     forwards = sum(answer.steps for answer in _answers(plain))
     return Speed(size, _rate(drafted), _rate(plain), 1 - steps / forwards if forwards else 0.0)
