@@ -13,8 +13,10 @@ from paceline.batches import BatchShape
 from paceline.bench.geometry import GEOMETRIES, target_of
 from paceline.bench.options import PARTS, BenchOptions, check, check_geometry
 from paceline.config import DrafterConfig, TargetConfig, TrainingConfig, default_gamma
+from paceline.drafter.sizes import shape_for
 from paceline.errors import UserError
 from paceline.shapes import DrafterShape, TargetShape
+from paceline.target.describe import choose_layers, read_shape
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,6 @@ def _shapes(options: BenchOptions) -> tuple[DrafterShape, TargetShape]:
     if not options.model:
         shape = GEOMETRIES[options.geometry]
         return dataclasses.replace(shape, block_size=options.block_size), target_of(options.geometry)
-    # Brings transformers, which nothing else here needs.
-    from paceline.drafter.sizes import shape_for  # noqa: PLC0415
-    from paceline.target.describe import choose_layers, read_shape  # noqa: PLC0415
-
     target = read_shape(TargetConfig(model=options.model))
     if options.geometry and _sizes(target) != _sizes(target_of(options.geometry)):
         raise UserError(
