@@ -19,6 +19,8 @@ import tomli_w
 
 from paceline.errors import UserError
 
+ShardOptimizer = Literal["auto", "on", "off"]
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -118,6 +120,8 @@ class TrainingConfig:
     head_chunk: int = 0
     """Rows of logits held at once by the loss; 0 chooses."""
     recompute: bool = False
+    shard_optimizer: ShardOptimizer = "auto"
+    """Each drafter rank keeps its share of the float32 weights and moments; `auto` does where they do not fit whole."""
     max_skipped: int = 10
     """Stop after this many batches with non-finite values in a row."""
 

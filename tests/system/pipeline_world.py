@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -25,7 +28,7 @@ from paceline.config import (
 VOCABULARY, END, MASK = 48, 47, 46
 
 
-def make_world(folder: Path, head_dim: int = 8) -> None:
+def make_world(folder: Path, head_dim: int = 8, kv_heads: int = 1) -> None:
     """Write target and data below `folder`; any process may then use `config_of`."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -34,7 +37,7 @@ def make_world(folder: Path, head_dim: int = 8) -> None:
         intermediate_size=3 * head_dim,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=256,
         eos_token_id=END,
@@ -108,3 +111,32 @@ def records(run_folder: Path) -> list[dict[str, object]]:
 
 
 _CLOCKED = ("seconds", "tokens_per_second", "waited")
+
+
+def same_numbers(folder: Path, name: str, first: int = 0, relative: float = 1e-5) -> None:
+    """Fail where the run `name` has other records than `alone`, beyond step `first`."""
+    expected = [record for record in records(folder / "runs" / "alone") if record["step"] > first or not first]
+    found = [record for record in records(folder / "runs" / name) if record["step"] > first or not first]
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert _close(one, other, relative), (name, one, other)
+
+
+def _close(found: Any, expected: Any, relative: float) -> bool:
+    """Equal, numbers to a relative difference (NaN is equal to itself)."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_close(found[key], expected[key], relative) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(
+            _close(*pair, relative) for pair in zip(found, expected, strict=True)
+        )
+    if isinstance(expected, float):
+        both_nan = math.isnan(expected) and math.isnan(found)
+        return both_nan or math.isclose(found, expected, rel_tol=relative, abs_tol=1e-9)
+    return found == expected
+
+
+def half_done(folder: Path, name: str, of: str = "alone") -> None:
+    """The run `of`, as if it had been killed after the checkpoint of step 5 had been written, under another name."""
+    shutil.copytree(folder / "runs" / of, folder / "runs" / name)
+    shutil.rmtree(folder / "runs" / name / "checkpoints" / "step-10")

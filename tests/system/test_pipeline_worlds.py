@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pipeline_programs import TOPOLOGIES
-from pipeline_world import config_of, make_world, records
+from pipeline_world import config_of, half_done, make_world, records, same_numbers
 
 from paceline import config as configuration
 from paceline import launch
 from paceline.config import LaunchConfig, TopologyConfig
 
 pytestmark = pytest.mark.timeout(280)
-RELATIVE = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -46,32 +42,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _close(found: Any, expected: Any) -> bool:
-    """Equal, numbers to a relative 1e-5 (NaN is equal to itself)."""
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_close(found[key], expected[key]) for key in expected)
-    if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(_close, found, expected))
-    if isinstance(expected, float):
-        both_nan = math.isnan(expected) and math.isnan(found)
-        return both_nan or math.isclose(found, expected, rel_tol=RELATIVE, abs_tol=1e-9)
-    return found == expected
-
-
-def _same_numbers(folder: Path, name: str, first: int = 0) -> None:
-    expected = [record for record in records(folder / "runs" / "alone") if record["step"] > first or not first]
-    found = [record for record in records(folder / "runs" / name) if record["step"] > first or not first]
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert _close(one, other), (name, one, other)
-
-
-def _half_done(folder: Path, name: str) -> None:
-    """A run that was killed after the checkpoint of step 5 had been written."""
-    shutil.copytree(folder / "runs" / "alone", folder / "runs" / name)
-    shutil.rmtree(folder / "runs" / name / "checkpoints" / "step-10")
-
-
 def test_one_process_learns_and_evaluates(world: Path) -> None:
     """The reference is worth comparing with: losses fall, and held-out slots are reached."""
     steps = [record for record in records(world / "runs" / "alone") if record["event"] == "step"]
@@ -83,21 +53,21 @@ def test_one_process_learns_and_evaluates(world: Path) -> None:
 
 
 def test_a_resumed_process_gives_the_same_losses_bit_for_bit(world: Path) -> None:
-    _half_done(world, "resumed")
+    half_done(world, "resumed")
     assert launch.run(config_of(world, "resumed"), resume=True) == 0
     assert records(world / "runs" / "resumed") == records(world / "runs" / "alone")
 
 
 def test_every_topology_gives_the_numbers_of_one_process(world: Path) -> None:
     """Five targets and three drafters as eight processes, and the others in the same processes; one resumes."""
-    _half_done(world, "resumed-2-2")
+    half_done(world, "resumed-2-2")
     config = replace(config_of(world, "several"), launch=LaunchConfig(workers=8, threads=1, collective_seconds=120.0))
     assert launch.run(config, program="pipeline_programs:several") == 0
     for name, (*_, resumes) in TOPOLOGIES.items():
-        _same_numbers(world, name, first=5 if resumes else 0)
+        same_numbers(world, name, first=5 if resumes else 0)
 
 
-def test_the_automatic_topology_is_measured_and_gives_the_same_numbers(
+def test_the_automatic_topology_is_measured_and_gives_thesame_numbers(
     world: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(world, "auto")
@@ -110,7 +80,7 @@ def test_the_automatic_topology_is_measured_and_gives_the_same_numbers(
     assert rates["drafter_seconds"] > 0
     assert rates["all_reduce_seconds"] > 0
     assert rates["transfer_seconds"] > 0
-    _same_numbers(world, "auto")
+    same_numbers(world, "auto")
 
 
 def test_killed_workers_cost_the_steps_since_the_checkpoint_and_no_number(
@@ -126,11 +96,11 @@ def test_killed_workers_cost_the_steps_since_the_checkpoint_and_no_number(
     assert "error: rank 0 (drafter 0): ended by SIGKILL" in printed
     assert "error: rank 1 (target 0): ended by SIGKILL" in printed
     assert printed.count("resuming from step 5") == 2
-    _same_numbers(world, "killed")
+    same_numbers(world, "killed")
 
 
 def test_two_torchrun_agents_resume_one_run(world: Path, tmp_path: Path) -> None:
-    _half_done(world, "nodes")
+    half_done(world, "nodes")
     config = replace(config_of(world, "nodes"), topology=TopologyConfig(kind="split", targets=1, drafters=1))
     path = tmp_path / "config.toml"
     path.write_text(configuration.dump(config))
@@ -156,4 +126,4 @@ def test_two_torchrun_agents_resume_one_run(world: Path, tmp_path: Path) -> None
     printed = [agent.communicate(timeout=200)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], printed
     assert "resuming from step 5" in printed[0]
-    _same_numbers(world, "nodes", first=5)
+    same_numbers(world, "nodes", first=5)

@@ -50,6 +50,17 @@ def test_nothing_fits() -> None:
         choose(4, RATES, 4, tensor_parallel=4)
 
 
+def test_a_shared_optimiser_state_fits_where_a_whole_one_does_not() -> None:
+    """60 of 100 bytes can be shared: a rank of D keeps 40 + 60/D."""
+    rates = replace(RATES, optimizer_bytes=60, device_bytes=60)
+    assert predict(Topology("colocated", 3, 3), rates, 3).short_bytes == 40
+    assert predict(Topology("colocated", 3, 3), rates, 3, "auto").short_bytes == 0
+    assert predict(Topology("colocated", 2, 2), rates, 2, "on").short_bytes == 10
+    assert predict(Topology("colocated", 1, 1), rates, 1, "on").short_bytes == 40
+    assert choose(8, rates, 840).best.topology.kind == "split"
+    assert choose(8, rates, 840, sharding="auto").best.topology.kind == "colocated"
+
+
 def test_a_global_batch_that_does_not_come_out_even_costs_a_whole_batch() -> None:
     even = predict(Topology("split", 9, 3), RATES, 6)
     uneven = predict(Topology("split", 9, 3), RATES, 7)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -138,6 +139,30 @@ def test_what_cannot_fit_is_refused_by_how_much() -> None:
         topology=TopologyConfig(kind="split", targets=1, drafters=4),
     )
     assert make_plan(sharded, large, DRAFTER, 8, "H200").topology.world == 8
+
+
+def _memory(config: Config, world: int, gpu: str) -> dict[str, int]:
+    return make_plan(config, QWEN, DRAFTER, world, gpu).ranks[0].memory
+
+
+def _with(config: Config, mode: Literal["auto", "on", "off"]) -> Config:
+    return replace(config, training=replace(config.training, shard_optimizer=mode))
+
+
+def test_the_optimiser_state_is_shared_where_it_would_not_fit_whole_or_on_demand() -> None:
+    state = 12 * drafter_parameters(Sizes(CONFIG, QWEN, DRAFTER))
+    split = replace(CONFIG, topology=TopologyConfig(kind="split", targets=4, drafters=4))
+    assert _memory(split, 8, "H200")["drafter: optimiser"] == state
+    assert _memory(_with(split, "on"), 8, "H200")["drafter: optimiser, 1/4 of it"] == state // 4
+    plan = make_plan(split, QWEN, DRAFTER, 8, "RTX 5090")
+    assert plan.ranks[0].total < 32e9 - 2 * GIB < plan.ranks[0].total + state * 3 // 4
+    text = render(plan)
+    assert f"{state / 4 / GIB:.2f}  drafter: optimiser, 1/4 of it" in text
+    assert "each keeping its share; 2.10 GB of weights gathered" in text
+    with pytest.raises(UserError, match="short") as caught:
+        make_plan(_with(split, "off"), QWEN, DRAFTER, 8, "RTX 5090")
+    assert "training.shard_optimizer = 'auto'" in caught.value.remedy
+    assert "drafter: optimiser" in _memory(_with(CONFIG, "on"), 1, "H200")
 
 
 def test_unknown_gpus_are_refused_with_those_known() -> None:

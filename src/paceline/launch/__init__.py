@@ -68,7 +68,7 @@ def _decide(config: Config, run_folder: Path) -> Config:
             "if they do not fit together, set topology.kind = 'split'; `paceline plan` says what fits",
         )
     rates = Rates(**json.loads((run_folder / RATES_FILE).read_text()))
-    choice = choose(workers, rates, config.training.global_batch)
+    choice = choose(workers, rates, config.training.global_batch, sharding=config.training.shard_optimizer)
     print(choice.render(config.training.tokens), file=sys.stderr, flush=True)
     return with_topology(config, choice.best.topology)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.config import Config
+from paceline.config import Config, ShardOptimizer
 from paceline.errors import UserError
 from paceline.pipeline.cost import GIB
 from paceline.pipeline.topology import Topology, splits
@@ -40,6 +40,8 @@ class Rates:
     colocated_bytes: int
     device_bytes: int
     """What a device offers."""
+    optimizer_bytes: int = 0
+    """Of `drafter_bytes` and of `colocated_bytes`: what D drafters can share, each keeping 1/D (ShardOptimizer)."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,13 @@ class Prediction:
     """Memory that is missing on the fullest kind of device; 0 when it fits."""
 
 
-def predict(topology: Topology, rates: Rates, global_batch: int) -> Prediction:
-    """Rate and limits of one topology."""
+def predict(topology: Topology, rates: Rates, global_batch: int, sharding: ShardOptimizer = "off") -> Prediction:
+    """Rate and limits of one topology; `sharding` is training.shard_optimizer."""
     micro = -(-global_batch // topology.drafters)
     ends = rates.optimizer_seconds + rates.all_reduce_seconds * 2 * (topology.drafters - 1) / topology.drafters
     if topology.kind == "colocated":
         step = micro * rates.colocated_seconds + ends
-        short = max(0, rates.colocated_bytes - rates.device_bytes)
+        short = _short(rates.colocated_bytes, topology, rates, sharding)
         return Prediction(topology, step, global_batch / step, "both parts", 0.0, 0.0, short)
     busy = {
         "drafters": micro * rates.drafter_seconds + ends,
@@ -73,9 +75,16 @@ def predict(topology: Topology, rates: Rates, global_batch: int) -> Prediction:
     }
     limit = max(busy, key=lambda part: busy[part])
     step = busy[limit]
-    short = max(0, max(rates.target_bytes, rates.drafter_bytes) - rates.device_bytes)
+    short = max(rates.target_bytes - rates.device_bytes, _short(rates.drafter_bytes, topology, rates, sharding))
     idle = {part: 1 - seconds / step for part, seconds in busy.items()}
-    return Prediction(topology, step, global_batch / step, limit, idle["targets"], idle["drafters"], short)
+    return Prediction(topology, step, global_batch / step, limit, idle["targets"], idle["drafters"], max(0, short))
+
+
+def _short(needed: int, topology: Topology, rates: Rates, sharding: ShardOptimizer) -> int:
+    """Bytes that a drafter's device lacks, after sharding where that is chosen, or 0."""
+    if sharding == "on" or (sharding == "auto" and needed > rates.device_bytes):
+        needed -= rates.optimizer_bytes - rates.optimizer_bytes // topology.drafters
+    return max(0, needed - rates.device_bytes)
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,14 @@ class Choice:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def choose(world: int, rates: Rates, global_batch: int, tensor_parallel: int = 1) -> Choice:
+def choose(
+    world: int, rates: Rates, global_batch: int, tensor_parallel: int = 1, sharding: ShardOptimizer = "off"
+) -> Choice:
     """The highest predicted rate among the topologies of a world that fit; the simpler one of equals.
 
     Raises UserError when none fits, with the least that is missing.
     """
-    table = tuple(predict(topology, rates, global_batch) for topology in splits(world, tensor_parallel))
+    table = tuple(predict(topology, rates, global_batch, sharding) for topology in splits(world, tensor_parallel))
     if not table:
         raise UserError(
             f"{world} processes are too few for a target over {tensor_parallel} and a drafter",

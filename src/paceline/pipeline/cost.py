@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import Config
+from paceline.pipeline.topology import RECEIVE_BUFFERS, Role, Topology
 from paceline.shapes import DrafterShape, TargetShape
 
 GIB = 2**30
+RESERVE = 2 * GIB
+"""Of a device's memory, for the CUDA context, kernels and NCCL."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +124,60 @@ def target_bytes(sizes: Sizes, buffers: int) -> dict[str, int]:
     }
 
 
-def drafter_bytes(sizes: Sizes, buffers: int, drafters: int) -> dict[str, int]:
-    """Memory of one drafter rank by what holds it, with `buffers` batches of features. An estimate."""
+def drafter_bytes(sizes: Sizes, buffers: int, drafters: int, sharded: bool = False) -> dict[str, int]:
+    """Memory of one drafter rank by what holds it, with `buffers` batches of features. An estimate.
+
+    `sharded`: it keeps its share of the optimiser state.
+    """
     shape, parameters, each = sizes.drafter, drafter_parameters(sizes), sizes.drafter_width
-    masters = 0 if each == 4 else 4
     sums = 4 if sizes.config.training.global_batch > 1 else 0
-    flat = 4 if drafters > 1 and not sums else 0
+    flat = each if drafters > 1 and not sums else 0
+    state = f"optimiser, 1/{drafters} of it" if sharded else "optimiser"
     head = sizes.target.vocabulary * shape.hidden_size * sizes.width * (1 if sizes.target.tied else 2)
     return {
         "weights and gradients": parameters * (2 * each + sums + flat),
-        "optimiser": parameters * (masters + 8),
+        state: optimizer_bytes(sizes) // (drafters if sharded else 1),
         "embedding and head": head,
         "activations": _activations(sizes) * each,
         "features": buffers * wire_bytes(sizes),
     }
+
+
+def optimizer_bytes(sizes: Sizes) -> int:
+    """What drafters can share: masters (unless the weights themselves are float32) and both moments."""
+    return drafter_parameters(sizes) * (8 if sizes.drafter_width == 4 else 12)
+
+
+def memory_of(sizes: Sizes, topology: Topology, role: Role, sharded: bool = False) -> dict[str, int]:
+    """Memory of one rank by what holds it; `sharded` as in `drafter_bytes`. An estimate."""
+    colocated = topology.kind == "colocated"
+    memory: dict[str, int] = {}
+    if role.target is not None:
+        buffers = 0 if role.shard else topology.send_buffers
+        memory |= _prefixed("target", target_bytes(sizes, 1 if colocated else buffers))
+    if role.drafter is not None:
+        parts = drafter_bytes(sizes, 0 if colocated else RECEIVE_BUFFERS, topology.drafters, sharded)
+        if colocated:
+            # The target holds the embedding and the head already.
+            del parts["embedding and head"]
+        memory |= _prefixed("drafter", parts)
+    return memory
+
+
+def _prefixed(part: str, memory: dict[str, int]) -> dict[str, int]:
+    return {f"{part}: {name}": size for name, size in memory.items() if size}
+
+
+def wants_shards(sizes: Sizes, topology: Topology, room: int) -> bool:
+    """Whether training.shard_optimizer has the drafters of a topology share their optimiser state.
+
+    `room`: bytes that a device offers; `auto` shards where the whole state does not fit in there with the rest.
+    """
+    mode = sizes.config.training.shard_optimizer
+    if mode == "off" or topology.drafters == 1:
+        return False
+    drafter = topology.role(topology.drafter_rank(0))
+    return mode == "on" or sum(memory_of(sizes, topology, drafter).values()) > room
 
 
 def _activations(sizes: Sizes) -> int:

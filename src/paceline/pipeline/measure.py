@@ -33,6 +33,9 @@ class Parts:
     resident_target: int
     """Bytes that the target keeps on the device when it does nothing."""
     resident_drafter: int
+    """The same, as if its optimiser state were whole."""
+    optimizer_bytes: int = 0
+    """Of `resident_drafter`, what drafters can share."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def measure_rates(connection: Connection, parts: Parts, wire: Wire, gradient_byt
         "drafter_bytes": parts.resident_drafter + drafter.peak + 2 * wire.bytes,
         "colocated_bytes": parts.resident_target + parts.resident_drafter + both.peak,
         "device_bytes": -_room(device),
+        "optimizer_bytes": parts.optimizer_bytes,
     }
     everyone = connection.share("rates", mine)
     worst = {key: max(rates[key] for rates in everyone) for key in mine}

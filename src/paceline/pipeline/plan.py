@@ -13,14 +13,16 @@ from paceline.errors import UserError
 from paceline.pipeline.auto import Choice, Prediction, Rates, choose, predict
 from paceline.pipeline.cost import (
     GIB,
+    RESERVE,
     Sizes,
     checkpoint_bytes,
-    drafter_bytes,
     drafter_operations,
     drafter_parameters,
-    target_bytes,
+    memory_of,
+    optimizer_bytes,
     target_operations,
     target_parameters,
+    wants_shards,
     wire_bytes,
 )
 from paceline.pipeline.topology import RECEIVE_BUFFERS, Role, Topology, assign
@@ -54,8 +56,6 @@ _NETWORK_RATE = 50e9
 """Bytes a second, one way, of a 400 Gbit/s card for each GPU."""
 _LINK_SHARE = 0.7
 """Of the published rate, that large messages reach."""
-_RESERVE = 2 * GIB
-"""For the CUDA context, kernels and NCCL."""
 _SHARE_OF_PEAK = 0.45
 """Of the published peak, where no record says better."""
 
@@ -85,6 +85,8 @@ class Plan:
     """The table, where the topology was chosen here."""
     basis: tuple[str, ...]
     """Where the predicted times come from."""
+    sharded: bool = False
+    """Whether drafters share their optimiser state."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -123,53 +125,37 @@ def make_plan(
     device = find_gpu(gpu)
     sizes = Sizes(config, target, drafter)
     rates, basis = _rates(sizes, device, world, records)
-    global_batch = config.training.global_batch
+    global_batch, sharding = config.training.global_batch, config.training.shard_optimizer
     choice = None
     if config.topology.kind == "auto":
-        choice = choose(world, rates, global_batch, config.target.tensor_parallel)
+        choice = choose(world, rates, global_batch, config.target.tensor_parallel, sharding)
         topology = choice.best.topology
     else:
         topology = assign(config.topology, world, config.target.tensor_parallel)
-    ranks = tuple(RankPlan(role, _memory_of(sizes, topology, role)) for role in topology.roles())
-    _refuse_what_cannot_fit(ranks, device)
-    return Plan(sizes, device, topology, ranks, predict(topology, rates, global_batch), choice, basis)
-
-
-def _memory_of(sizes: Sizes, topology: Topology, role: Role) -> dict[str, int]:
-    colocated = topology.kind == "colocated"
-    memory: dict[str, int] = {}
-    if role.target is not None:
-        buffers = 0 if role.shard else topology.send_buffers
-        memory |= _prefixed("target", target_bytes(sizes, 1 if colocated else buffers))
-    if role.drafter is not None:
-        parts = drafter_bytes(sizes, 0 if colocated else RECEIVE_BUFFERS, topology.drafters)
-        if colocated:
-            # The target holds the embedding and the head already.
-            del parts["embedding and head"]
-        memory |= _prefixed("drafter", parts)
-    return memory
-
-
-def _prefixed(part: str, memory: dict[str, int]) -> dict[str, int]:
-    return {f"{part}: {name}": size for name, size in memory.items() if size}
+    sharded = wants_shards(sizes, topology, _room(device))
+    ranks = tuple(RankPlan(role, memory_of(sizes, topology, role, sharded)) for role in topology.roles())
+    _refuse_what_cannot_fit(ranks, device, sharding == "off" and topology.drafters > 1)
+    prediction = predict(topology, rates, global_batch, sharding)
+    return Plan(sizes, device, topology, ranks, prediction, choice, basis, sharded)
 
 
 def _room(gpu: Gpu) -> int:
-    return int(gpu.memory) - _RESERVE
+    return int(gpu.memory) - RESERVE
 
 
-def _refuse_what_cannot_fit(ranks: Sequence[RankPlan], gpu: Gpu) -> None:
+def _refuse_what_cannot_fit(ranks: Sequence[RankPlan], gpu: Gpu, could_shard: bool) -> None:
     fullest = max(ranks, key=lambda rank: rank.total)
     short = fullest.total - _room(gpu)
     if short <= 0:
         return
     largest = max(fullest.memory, key=lambda name: fullest.memory[name])
+    shard = "set training.shard_optimizer = 'auto', " if could_shard else ""
     raise UserError(
         f"rank {fullest.role.rank} ({fullest.role.name}) needs {fullest.total / GIB:.1f} GiB and {gpu.name} offers "
         f"{_room(gpu) / GIB:.1f}: {short / GIB:.1f} GiB short; most of it is {largest} "
         f"({fullest.memory[largest] / GIB:.1f} GiB)",
-        "split target and drafter (topology.kind = 'split'), lower training.tokens or anchors, set training.recompute, "
-        "target.weights = 'float8', or shard the target (target.tensor_parallel)",
+        f"{shard}split target and drafter (topology.kind = 'split'), lower training.tokens or anchors, "
+        "set training.recompute, target.weights = 'float8', or shard the target (target.tensor_parallel)",
     )
 
 
@@ -192,10 +178,11 @@ def _rates(sizes: Sizes, gpu: Gpu, world: int, records: Sequence[dict[str, Any]]
         colocated_seconds=target + drafter,
         all_reduce_seconds=parameters * 4 / link,
         transfer_seconds=wire_bytes(sizes) / link,
-        target_bytes=sum(_memory_of(sizes, topology, topology.role(1)).values()),
-        drafter_bytes=sum(_memory_of(sizes, topology, topology.role(0)).values()),
-        colocated_bytes=sum(_memory_of(sizes, alone, alone.role(0)).values()),
+        target_bytes=sum(memory_of(sizes, topology, topology.role(1)).values()),
+        drafter_bytes=sum(memory_of(sizes, topology, topology.role(0)).values()),
+        colocated_bytes=sum(memory_of(sizes, alone, alone.role(0)).values()),
         device_bytes=_room(gpu),
+        optimizer_bytes=optimizer_bytes(sizes),
     )
     between = "the GPUs' own links" if world <= _HOST else "a network card of 400 Gbit/s for each GPU"
     traffic = f"traffic: {_LINK_SHARE:.0%} of the rate of {between}"
@@ -282,10 +269,20 @@ def _traffic(plan: Plan) -> list[str]:
     size = checkpoint_bytes(sizes)
     return [
         *lines,
-        f"gradients: {drafter_parameters(sizes) * 4 / 1e9:.2f} GB reduced over {topology.drafters} ranks a step",
+        _exchange(plan),
         f"checkpoints: {size / GIB:.2f} GiB each, {config.checkpoint.keep} kept and one being written: "
         f"{size * (config.checkpoint.keep + 1) / GIB:.2f} GiB of disk",
     ]
+
+
+def _exchange(plan: Plan) -> str:
+    parameters, width = drafter_parameters(plan.sizes), plan.sizes.drafter_width
+    # Without sums over batches gradients travel as the backward made them.
+    gradient = 4 if plan.sizes.config.training.global_batch > 1 else width
+    line = f"gradients: {parameters * gradient / 1e9:.2f} GB reduced over {plan.topology.drafters} ranks a step"
+    if not plan.sharded:
+        return line
+    return f"{line}, each keeping its share; {parameters * width / 1e9:.2f} GB of weights gathered"
 
 
 def _speed(plan: Plan) -> list[str]:

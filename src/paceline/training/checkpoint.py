@@ -97,7 +97,7 @@ def save(  # noqa: PLR0913 - every one is named at the call
 ) -> Path:
     """Write one checkpoint and remove all but the newest `keep`; returns its folder.
 
-    Every one of `world` ranks calls this with the same names and, for plain tensors, the same values; `agree` is
+    Every one of `world` ranks calls this with the same plain tensors and with the shards that it has; `agree` is
     needed when there is more than one. `facts` must be JSON. Raises UserError on all ranks when a file cannot be
     written (a full disk, say): earlier checkpoints are untouched then and the partial one is removed.
     """

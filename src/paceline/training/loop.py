@@ -96,7 +96,7 @@ def _save(run: Run, learner: Learner, scores: Scores, step: int) -> None:
     save(
         run.folder / "checkpoints",
         step,
-        learner.optimizer.state(),
+        learner.optimizer.share(),
         {"run": checkpoint_facts(run.setup, run.corpus), "best_tau": scores.best_tau},
         rank=run.world.rank,
         world=run.topology.drafters,

@@ -33,7 +33,8 @@ def measure(config: Config, world: World, resume: bool = False) -> int:
         warm_worker(run, learner, target)
         target.close_upper_layers()
         run.heartbeat.beat("measure", run.schedule.start)
-        parts = _parts(run, target, learner, between - before, after - between)
+        whole = learner.optimizer.whole_bytes
+        parts = _parts(run, target, learner, between - before, after - between + whole - learner.optimizer.kept_bytes)
         wire = Wire.for_run(config.topology, config.training.tokens, run.setup.drafter, target.dtype)
         gradient = 4 * sum(parameter.numel() for parameter in learner.drafter.parameters())
         rates = measure_rates(run.connection, parts, wire, gradient)
@@ -59,6 +60,7 @@ def _parts(run: Run, target: Target, learner: Learner, target_bytes: int, drafte
         optimizer=lambda: learner.optimizer.step(weight),
         resident_target=target_bytes,
         resident_drafter=drafter_bytes,
+        optimizer_bytes=learner.optimizer.whole_bytes,
     )
 
 

@@ -13,6 +13,8 @@ from paceline.batches import FrozenEnds
 from paceline.drafter.init import build
 from paceline.drafter.model import Drafter
 from paceline.drafter.objective import Objective
+from paceline.pipeline.cost import RESERVE, Sizes, wants_shards
+from paceline.pipeline.reduce import Shards, agreement_of_drafters, shards_of_drafters
 from paceline.target.base import Target
 from paceline.target.ends import load_ends
 from paceline.target.feature_cache import CachedTarget
@@ -66,13 +68,35 @@ def make_learner(run: Run, target: Target | None) -> Learner:
     """A new drafter, or the resumed one, with its objective and optimiser."""
     run.heartbeat.beat("build drafter", run.schedule.start)
     drafter = _new_drafter(run)
-    masters = {name: tensor.to(run.device) for name, tensor in drafter.state_dict().items()}
+    masters = dict(drafter.state_dict())
     drafter = drafter.to(device=run.device, dtype=drafter_dtype(run))
-    optimizer = Optimizer(drafter, run.config.training, run.total, masters)
+    optimizer = Optimizer(drafter, run.config.training, run.total, masters, choose_shards(run))
     if run.resumed is not None:
         optimizer.load_state(run.resumed.tensors)
     ends = target.ends if target is not None else _ends(run)
     return Learner(drafter, _objective(run, drafter, ends), optimizer)
+
+
+def choose_shards(run: Run) -> Shards | None:
+    """Whether this run's drafters share their optimiser state, the same on all of them; every drafter calls it."""
+    mode, shards = run.config.training.shard_optimizer, shards_of_drafters(run.groups)
+    if shards is None or mode == "off":
+        return None
+    if mode == "auto":
+        agree = agreement_of_drafters(run.groups)
+        assert agree is not None
+        if agree(not _short_of_memory(run)):
+            return None
+    run.say(f"optimiser state: each of {shards.ranks} drafters keeps its share")
+    return shards
+
+
+def _short_of_memory(run: Run) -> bool:
+    """Whether the whole state would not fit on this device with the rest, by the estimate that the plan makes."""
+    if run.device.type != "cuda":
+        return False  # a CPU's memory is not what decides
+    room = torch.cuda.get_device_properties(run.device).total_memory - RESERVE
+    return wants_shards(Sizes(run.config, run.setup.target, run.setup.drafter), run.topology, room)
 
 
 def _new_drafter(run: Run) -> Drafter:

@@ -64,9 +64,9 @@ class Scores:
 
     def export_last(self, step: int) -> None:
         """Write the final drafter, reload it and compare."""
-        self._export("last", step)
+        masters = self._export("last", step)
         if self._writes:
-            folder, masters = self._run.folder / "last", self._learner.optimizer.masters()
+            folder = self._run.folder / "last"
             difference = export.compare(folder, masters, self._run.setup.drafter)
             self._view.say(f"exported {folder}: reloaded, largest relative difference of a weight {difference:.1g}")
 
@@ -99,20 +99,23 @@ class Scores:
             if writer is not None:
                 writer.write(record)
 
-    def _export(self, name: str, step: int) -> None:
+    def _export(self, name: str, step: int) -> dict[str, Tensor]:
+        """Every drafter rank calls it, for the weights may have to be gathered; they are returned where it writes."""
+        masters = self._learner.optimizer.masters()
         if not self._writes:
-            return
+            return {}
         run = self._run
         dtype = "float32" if drafter_dtype(run) == torch.float32 else "bfloat16"
         export.write(
             run.folder / name,
-            self._learner.optimizer.masters(),
+            masters,
             run.setup.drafter,
             run.setup.target,
             dtype=dtype,
             tokenizer=run.setup.tokenizer,
             card=self._card(step),
         )
+        return masters
 
     def _card(self, step: int) -> CardFacts:
         config = self._run.config
