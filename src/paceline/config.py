@@ -365,6 +365,12 @@ def check(config: Config) -> None:
             f"data.weights has {len(config.data.weights)} values for {len(config.data.train)} sources",
             "give one weight for each entry of data.train",
         )
+    if config.target.tensor_parallel > 1 and config.target.feature_cache == "disk":
+        raise UserError(
+            f"target.feature_cache = 'disk' with target.tensor_parallel = {config.target.tensor_parallel}: ranks share "
+            "the work on disk by documents, and those of one target must compute each document together",
+            "set target.feature_cache = 'memory' or 'none'",
+        )
     if config.topology.kind == "split" and (config.topology.targets < 1 or config.topology.drafters < 1):
         raise UserError(
             f"topology.kind = 'split' with {config.topology.targets} targets and {config.topology.drafters} drafters",

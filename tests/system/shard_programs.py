@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from paceline.config import Config, RunConfig, TopologyConfig
 from paceline.pipeline.process import World
+
+if TYPE_CHECKING:
+    from paceline.target.base import Target
 
 COLOCATED = TopologyConfig(kind="colocated")
 
@@ -57,6 +60,25 @@ def resumed(config: Config, world: World, resume: bool) -> int:
 
 def targets(config: Config, world: World, resume: bool) -> int:
     return _each(TARGETS, config, world)
+
+
+def warmed(config: Config, world: World, resume: bool) -> int:
+    """A sharded target in a run that warms up: one rank of it leads, and the other waits for the leader."""
+    from paceline.drafter.objective import Objective
+    from paceline.target.transformers_body import TransformersTarget
+    from paceline.training import loop, parts
+
+    compile_parts, load = Objective.compile, parts.load_target
+    Objective.compile = lambda self: compile_parts(self, backend="eager")  # type: ignore[method-assign]
+
+    def load_and_compile(run: parts.Run) -> Target:
+        target = load(run)
+        assert isinstance(target, TransformersTarget)
+        target.compile_layers(backend="eager")
+        return target
+
+    loop.load_target = load_and_compile
+    return loop.train(config, world, resume)
 
 
 def _each(trials: Mapping[str, Trial], config: Config, world: World) -> int:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from shard_programs import RESUMED, SHARED, TARGETS, Trial
 
 from paceline import launch
-from paceline.config import LaunchConfig
+from paceline.config import CompilingConfig, LaunchConfig, TopologyConfig
 
 pytestmark = pytest.mark.timeout(280)
 HALF = 5
@@ -69,3 +69,18 @@ def test_a_target_over_two_ranks_gives_the_losses_of_a_whole_one(tmp_path: Path)
     _run(world, "targets", TARGETS)
     for name, trial in TARGETS.items():
         same_numbers(world, name, first=HALF if trial.after else 0, relative=1e-4)
+
+
+def test_a_sharded_target_warms_up_one_rank_after_another(tmp_path: Path) -> None:
+    """The leader's forward must not wait for the other rank, which waits for the leader."""
+    world = _world(tmp_path, kv_heads=2)
+    config = config_of(world, "warmed")
+    config = replace(
+        config,
+        target=replace(config.target, tensor_parallel=2, feature_cache="memory"),
+        topology=TopologyConfig(kind="split", targets=1, drafters=1),
+        launch=replace(config.launch, workers=3),
+        compiling=CompilingConfig(mode="on", cache=str(tmp_path / "compiled"), warmup_seconds=90.0),
+    )
+    assert launch.run(config, program="shard_programs:warmed") == 0
+    same_numbers(world, "warmed", relative=1e-4)

@@ -58,6 +58,12 @@ def test_what_cannot_be_is_one_clear_error(override: str, words: list[str]) -> N
     assert caught.value.remedy
 
 
+def test_features_of_a_sharded_target_are_not_kept_on_disk() -> None:
+    config.load(None, ["target.tensor_parallel=2", "target.feature_cache=memory"])
+    with pytest.raises(UserError, match=r"'disk' with target\.tensor_parallel = 2"):
+        config.load(None, ["target.tensor_parallel=2", "target.feature_cache=disk"])
+
+
 def test_faulty_files_are_user_errors(tmp_path: Path) -> None:
     for name, content in {"a.toml": b"[training\n", "b.toml": b"\xff\xfe\x00", "c.toml": b"training = 3"}.items():
         (tmp_path / name).write_bytes(content)

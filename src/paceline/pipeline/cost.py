@@ -153,8 +153,8 @@ def memory_of(sizes: Sizes, topology: Topology, role: Role, sharded: bool = Fals
     colocated = topology.kind == "colocated"
     memory: dict[str, int] = {}
     if role.target is not None:
-        buffers = 0 if role.shard else topology.send_buffers
-        memory |= _prefixed("target", target_bytes(sizes, 1 if colocated else buffers))
+        buffers = 1 if colocated or role.shard else topology.send_buffers
+        memory |= _prefixed("target", target_bytes(sizes, buffers))
     if role.drafter is not None:
         parts = drafter_bytes(sizes, 0 if colocated else RECEIVE_BUFFERS, topology.drafters, sharded)
         if colocated:

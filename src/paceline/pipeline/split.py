@@ -195,7 +195,7 @@ class _Sender:
     def __init__(self, link: Link, target: Target) -> None:
         self._link = link
         self._target = target
-        count = link.schedule.topology.send_buffers
+        count = link.schedule.topology.send_buffers if link.role.shard == 0 else 1
         self._buffers = [link.wire.buffer(link.device) for _ in range(count)]
         self._pending: deque[tuple[Item, Pending]] = deque()
         self._made = 0

@@ -5,6 +5,7 @@ S context tokens of a batch, K captured layers, H hidden size, F = K·H, V vocab
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -52,6 +53,10 @@ class Target(ABC):
     @abstractmethod
     def close_upper_layers(self) -> None:
         """Let go of everything after the last captured layer."""
+
+    def silence(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, one rank of a sharded target runs without the others: what it computes then is of no use."""
+        return contextlib.nullcontext()
 
     def fingerprint(self) -> str:
         """Identity of the weights and the captured layers: what kept features belong to."""

@@ -8,7 +8,9 @@ whole on every rank. E experts, I intermediate size, H hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -22,27 +24,58 @@ _PACKED, _SUMMED = "packed_colwise", "moe_tp_experts"
 _WHOLE = ("replicated_with_grad_allreduce",)
 
 
-def shard(decoder: nn.Module, config: Any, mesh: Any, name: str) -> None:
+class Adder:
+    """Adds up what the ranks of one target have of a layer's result, in place.
+
+    Compiled layers call it from outside of their graphs: a group's name in them would make every target's its own.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._silent = False
+
+    @torch.compiler.disable
+    def add_up(self, output: Tensor) -> Tensor:
+        if not self._silent:
+            torch.distributed.all_reduce(output, group=self._group)
+        return output
+
+    def after(self, module: nn.Module) -> None:
+        module.register_forward_hook(lambda _module, _inputs, output: self.add_up(output))
+
+    @contextlib.contextmanager
+    def silence(self) -> Generator[None]:
+        """Nothing is added up, and no rank waits for another: numbers are wrong, and everything else is as it is."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+
+def shard(decoder: nn.Module, config: Any, mesh: Any, name: str) -> Adder:
     """Keep this rank's part of every layer. `mesh` is one-dimensional; `name` is the target's, for messages.
 
-    Raises UserError where the model has no plan of a known kind, or heads and sizes are not divisible.
+    Returns what adds the ranks' results up. Raises UserError where the model has no plan of a known kind, or heads and
+    sizes are not divisible.
     """
-    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    adder, rank, size = Adder(mesh.get_group()), mesh.get_local_rank(), mesh.size()
     plan = _plan(config, name)
     _check_heads(config.to_dict(), size, name)
     taken = 0
     for path, module in list(decoder.named_modules()):
         style = _style(plan, path)
         if isinstance(module, nn.Linear) and style in (_COLUMNS, _ROWS):
-            _shard_linear(module, style, rank, size, group, f"{name}: {path}")
+            _shard_linear(module, style, (rank, size), adder, f"{name}: {path}")
             taken += 1
         elif style == _SUMMED:
             for part, parameter in list(module.named_parameters(recurse=False)):
                 _shard_experts(module, part, parameter, _style(plan, f"{path}.{part}"), (rank, size), f"{name}: {path}")
-            module.register_forward_hook(_adder(group))
+            adder.after(module)
             taken += 1
     if not taken:
         raise UserError(f"target {name}: transformers' plan for its kind names no layer", _REMEDY)
+    return adder
 
 
 _REMEDY = "set target.tensor_parallel = 1, target.weights = 'float8', or choose another target"
@@ -71,7 +104,8 @@ def _check_heads(facts: dict[str, Any], size: int, name: str) -> None:
         )
 
 
-def _shard_linear(module: nn.Linear, style: str, rank: int, size: int, group: ProcessGroup, where: str) -> None:
+def _shard_linear(module: nn.Linear, style: str, place: tuple[int, int], adder: Adder, where: str) -> None:
+    rank, size = place
     dim = 0 if style == _COLUMNS else 1
     module.weight = _frozen(_part(module.weight, dim, rank, size, where))
     if style == _COLUMNS:
@@ -82,7 +116,7 @@ def _shard_linear(module: nn.Linear, style: str, rank: int, size: int, group: Pr
     module.in_features //= size
     if module.bias is not None and rank:
         module.bias = _frozen(torch.zeros_like(module.bias))  # it is added once, by the first rank
-    module.register_forward_hook(_adder(group))
+    adder.after(module)
 
 
 def _shard_experts(
@@ -110,11 +144,3 @@ def _part(tensor: Tensor, dim: int, rank: int, size: int, where: str) -> Tensor:
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
-
-
-def _adder(group: ProcessGroup) -> Any:
-    def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        torch.distributed.all_reduce(output, group=group)
-        return output
-
-    return add

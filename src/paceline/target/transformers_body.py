@@ -26,7 +26,7 @@ from paceline.target.ends import assemble
 from paceline.target.float8 import use_float8_weights
 from paceline.target.packing import check_positions, packed, row_of
 from paceline.target.source import ModelSource, load_failure, resolve
-from paceline.target.tensor_parallel import shard
+from paceline.target.tensor_parallel import Adder, shard
 
 _HEAD_ROWS = 1024
 
@@ -35,10 +35,17 @@ class TransformersTarget(Target):
     """A frozen causal language model with hooks on the layers that are captured."""
 
     def __init__(
-        self, model: Any, shape: TargetShape, layer_ids: tuple[int, ...], device: torch.device, ends: FrozenEnds
+        self,
+        model: Any,
+        shape: TargetShape,
+        layer_ids: tuple[int, ...],
+        device: torch.device,
+        ends: FrozenEnds,
+        adder: Adder | None = None,
     ) -> None:
         super().__init__(shape, layer_ids, device, ends.embedding_VH.dtype)
         self._ends = ends
+        self._adder = adder
         self._model: Any | None = model
         self.decoder: nn.Module = model.get_decoder()
         self.layers = _layers(self.decoder, shape.name)
@@ -68,13 +75,12 @@ class TransformersTarget(Target):
         layer_ids = layer_ids or choose_layers(shape.layers, config.features, config.layer_ids)
         dtype = compute_dtype(config, device)
         model = _load_whole(source, dtype)
-        if config.tensor_parallel > 1:
-            _shard(model, config, device_mesh)
+        adder = _shard(model, config, device_mesh) if config.tensor_parallel > 1 else None
         model = model.to(device)
         ends = _ends_of(model, shape)
         if config.weights == "float8":
             use_float8_weights(model.get_decoder(), device)
-        return cls(model, shape, layer_ids, device, ends)
+        return cls(model, shape, layer_ids, device, ends, adder)
 
     @property
     def ends(self) -> FrozenEnds:
@@ -142,6 +148,9 @@ class TransformersTarget(Target):
         self.decoder.norm = nn.Identity()
         self._model = None
 
+    def silence(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._adder is None else self._adder.silence()
+
     @contextlib.contextmanager
     def _cut(self) -> Generator[None]:
         """The decoder without the layers above the last captured one and without its norm, for a while."""
@@ -157,10 +166,10 @@ class TransformersTarget(Target):
         weights = checksum(self._lower.state_dict().values())
         return hashlib.sha256(super().fingerprint().encode() + weights).hexdigest()
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, backend: str = "inductor") -> None:
         """Compile every kept layer by itself: one graph a layer kind and part, one shape, attention outside of it."""
         for layer in self.layers:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.forward = torch.compile(layer.forward, dynamic=False, backend=backend)
 
     def _writer(self, place: int) -> Any:
         width = self.shape.hidden_size
@@ -196,14 +205,14 @@ def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:
     return layers
 
 
-def _shard(model: Any, config: TargetConfig, mesh: Any | None) -> None:
+def _shard(model: Any, config: TargetConfig, mesh: Any | None) -> Adder:
     if mesh is None or mesh.size() != config.tensor_parallel:
         raise UserError(
             f"target.tensor_parallel = {config.tensor_parallel} without a group of {config.tensor_parallel} ranks",
             "give the target as many ranks as it is sharded over, or set target.tensor_parallel = 1",
         )
     decoder = model.get_decoder()
-    shard(decoder, decoder.config, mesh, config.model)
+    return shard(decoder, decoder.config, mesh, config.model)
 
 
 def _load_whole(source: ModelSource, dtype: torch.dtype) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -109,9 +110,9 @@ def _parts(run: Run, learner: Learner | None, target: Target | None, tokens: Tok
     parts = []
     signature = f"{run.setup.batch}"
     if target is not None:
-        parts.append(WarmPart("target forward", lambda: _discard(target.features(tokens)), (), signature))
+        parts.append(WarmPart("target forward", lambda: _alone(target, target.features, tokens), (), signature))
         # The held-out agreement runs the layers above the last captured one too, once, before they are let go.
-        parts.append(WarmPart("whole target", lambda: _discard(target.next_tokens(tokens)), (), signature))
+        parts.append(WarmPart("whole target", lambda: _alone(target, target.next_tokens, tokens), (), signature))
     if learner is not None:
         batch = FeatureBatch(tokens, _noise(run))
         state = (learner.drafter, learner.optimizer)
@@ -125,6 +126,12 @@ def _one_step(learner: Learner, batch: FeatureBatch) -> None:
     sums.loss.backward()
     learner.optimizer.accumulate()
     learner.optimizer.step(sums.weight)
+
+
+def _alone(target: Target, call: Callable[[TokenBatch], Tensor], tokens: TokenBatch) -> None:
+    """The ranks of a sharded target warm up one after another."""
+    with target.silence():
+        _discard(call(tokens))
 
 
 def _discard(_: Tensor) -> None:
