@@ -4,8 +4,8 @@
         --out raw.jsonl.gz --device cuda
 
 `--model` is a model folder or a GGUF file; the tokenizer always comes from a folder, since a tokenizer that is read
-from a GGUF file may split text differently. Weights are rounded to bfloat16 once and computed with in float32, without
-TF32: an answer then is what lossless decoding of this target gives, near-ties aside. `make_demo_files.py` makes the
+from a GGUF file may split text differently. Weights are rounded to bfloat16 once and, unless told otherwise, computed with
+in float32, without TF32: an answer then is what lossless decoding of this target gives, near-ties aside. `make_demo_files.py` makes the
 shipped files of it.
 """
 
@@ -44,7 +44,7 @@ class Answer:
     finished: bool
 
 
-def load_model(path: Path, device: str) -> PreTrainedModel:
+def load_model(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
     gguf = {}
     if path.suffix == ".gguf":
         gguf = {"gguf_file": path.name, "quantization_config": transformers.GgufConfig(dequantize=True)}
@@ -52,8 +52,7 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
     AttentionInterface.register("grouped", grouped_attention)
     AttentionMaskInterface.register("grouped", eager_mask)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="grouped", **gguf)
-    model.float()
-    torch.nn.Module.to(model, device)  # transformers decorates `to` in a way that type checkers misread
+    torch.nn.Module.to(model, device, dtype)  # transformers decorates `to` in a way that type checkers misread
     return model.eval()
 
 
@@ -67,10 +66,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Row numbers by falling length, so that the largest batch comes first and little is padding."""
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
+    """Row numbers, a few batches at a time by falling length: little is padding, and what a killed run has is mixed."""
+    window = 4 * size
+    for first in range(0, len(lengths), window):
+        order = sorted(range(first, min(first + window, len(lengths))), key=lambda row: -lengths[row])
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
 
 
 def left_padded(rows: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +151,7 @@ def generate(arguments: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("highest")
     rows = read_rows(arguments.prompts)[: arguments.first]
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     end = tokenizer.convert_tokens_to_ids(END)
     ids = [prompt_ids(tokenizer, row["prompt"]) for row in rows]
     arguments.out.write_bytes(b"")
@@ -176,7 +177,7 @@ def run_record(arguments: argparse.Namespace, answers: list[Answer], seconds: fl
         "tokens_per_second": round(tokens / seconds),
         "batch": arguments.batch,
         "max_new_tokens": arguments.max_new_tokens,
-        "dtype": "float32 (weights rounded to bfloat16), TF32 off",
+        "dtype": "float32 (weights rounded to bfloat16), TF32 off" if arguments.dtype == "float32" else arguments.dtype,
         "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=2048, help="2048 rows take about 60 GB of GPU memory")
     parser.add_argument("--max-new-tokens", type=int, default=320)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--first", type=int, help="answer only the first prompts")
     generate(parser.parse_args())
 

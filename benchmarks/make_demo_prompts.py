@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import reasoning_gym
 from demo_checks import SIMILAR, ShingleIndex
 
 SOURCES = Path(__file__).parent / "demo_sources"
+MANNERS = SOURCES / "manners.toml"
 HELD_OUT_SHARE = 0.13
 NUMBER_DRAWS = 4
 
@@ -187,13 +188,24 @@ def choose(kind: str, split: str, count: int, seed: int, seen: ShingleIndex | No
     return list(distinct.values())[:count]
 
 
+def with_manners(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
+    """Each prompt again, `count` times, followed by a sentence that asks for another kind of answer."""
+    manners = {kind: lines(text) for kind, text in tomllib.loads(MANNERS.read_text("utf-8")).items()}
+    found = []
+    for prompt in prompts:
+        endings = sorted(manners[prompt.kind], key=lambda ending: uniform(seed, "manner", prompt.prompt, ending))
+        found += [replace(prompt, prompt=f"{prompt.prompt} {ending}") for ending in endings[:count]]
+    return found
+
+
 def kinds() -> list[str]:
-    return sorted(path.stem for path in SOURCES.glob("*.toml") if path.stem != "passages")
+    return sorted(path.stem for path in SOURCES.glob("*.toml") if path.stem not in ("passages", MANNERS.stem))
 
 
-def make(train_per_kind: int, held_out_per_kind: int, seed: int) -> list[Prompt]:
+def make(train_per_kind: int, held_out_per_kind: int, seed: int, manners: int = 0) -> list[Prompt]:
     """All prompts, the training ones first."""
     train = [prompt for kind in kinds() for prompt in choose(kind, "train", train_per_kind, seed)]
+    train += with_manners(train, manners, seed)
     seen = ShingleIndex()
     for prompt in train:
         seen.add(prompt.prompt)
@@ -203,11 +215,12 @@ def make(train_per_kind: int, held_out_per_kind: int, seed: int) -> list[Prompt]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--train-per-kind", type=int, default=800)
+    parser.add_argument("--train-per-kind", type=int, default=1600)
     parser.add_argument("--held-out-per-kind", type=int, default=90)
+    parser.add_argument("--manners", type=int, default=3, help="how often a training prompt is asked in another manner")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    prompts = make(arguments.train_per_kind, arguments.held_out_per_kind, arguments.seed)
+    prompts = make(arguments.train_per_kind, arguments.held_out_per_kind, arguments.seed, arguments.manners)
     arguments.out.write_text("".join(json.dumps(prompt.row(), ensure_ascii=False) + "\n" for prompt in prompts))
     for (split, kind), count in sorted(Counter((prompt.split, prompt.kind) for prompt in prompts).items()):
         print(f"{split:9} {kind:11} {count}")
