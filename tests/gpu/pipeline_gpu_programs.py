@@ -148,3 +148,32 @@ def reduce_beside_features(config: Config, world: World, resume: bool) -> int:
     connection.barrier("end")
     connection.close()
     return 0
+
+
+def share(config: Config, world: World, resume: bool) -> int:
+    """Two drafters: reduce-scatter and all-gather in place, and the gathering on the host."""
+    from paceline.pipeline.reduce import shards_of_drafters
+
+    folder = Path(config.run.folder) / config.run.name
+    connection = join(world, config.launch.collective_seconds)
+    shards = shards_of_drafters(open_groups(connection, Topology("colocated", 2, 2)))
+    assert shards is not None
+    assert shards.rank == world.rank
+    numbers = torch.arange(1 << 20, device=world.device) % 64
+    reduced, gathered = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        flat = numbers.to(dtype) * (world.rank + 1)
+        shards.reduce_scatter(flat)
+        reduced[name] = torch.equal(shards.part(flat), shards.part(numbers.to(dtype) * 3))
+        own = torch.zeros_like(flat)
+        shards.part(own).copy_(shards.part(numbers).to(dtype))
+        shards.all_gather(own)
+        gathered[name] = torch.equal(own, numbers.to(dtype))
+    whole = shards.gather(shards.part(numbers.float()))
+    on_host = whole is not None and torch.equal(whole, numbers.float().cpu())
+    facts = {"reduced": reduced, "gathered": gathered, "on the host": on_host}
+    (folder / f"result-{world.rank}.json").write_text(json.dumps(facts))
+    connection.barrier("end")
+    connection.close()
+    return 0

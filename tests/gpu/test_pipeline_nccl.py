@@ -48,6 +48,33 @@ def test_gradients_are_summed_and_each_worker_sees_one_gpu(tmp_path: Path) -> No
     assert facts == [{"sum": 3.0, "gathered": [0, 1], "visible": 1}] * 2
 
 
+def test_shares_are_reduced_and_gathered_in_place(tmp_path: Path) -> None:
+    assert launch.run(_config(tmp_path), program="pipeline_gpu_programs:share") == 0
+    facts = [json.loads((tmp_path / "run" / f"result-{rank}.json").read_text()) for rank in range(2)]
+    for rank in range(2):
+        # Rank r gives the numbers i (r + 1); bfloat16 holds the small ones exactly.
+        assert facts[rank]["reduced"] == {"float32": True, "bfloat16": True}
+        assert facts[rank]["gathered"] == {"float32": True, "bfloat16": True}
+        assert facts[rank]["on the host"] is (rank == 0)
+
+
+def test_drafters_that_share_their_state_train_as_those_that_do_not(tmp_path: Path) -> None:
+    sys.path.insert(0, str(SYSTEM))
+    from pipeline_world import config_of, make_world, records
+
+    make_world(tmp_path, head_dim=32)
+    losses = {}
+    for mode in ("off", "on"):
+        base = config_of(tmp_path, mode)
+        training = replace(base.training, tokens=256, anchors=32, global_batch=2, dtype="float32", shard_optimizer=mode)
+        drafter = DrafterConfig(layers=1, block_size=4, init="random")
+        launching = LaunchConfig(workers=2, collective_seconds=300.0)
+        assert launch.run(replace(base, training=training, drafter=drafter, launch=launching)) == 0
+        found = records(tmp_path / "runs" / mode)
+        losses[mode] = [record["loss"] for record in found if record["event"] == "step"]
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
+
+
 def test_one_target_and_one_drafter_train_as_two_colocated_ones(tmp_path: Path) -> None:
     sys.path.insert(0, str(SYSTEM))
     from pipeline_world import config_of, make_world, records

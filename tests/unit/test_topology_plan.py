@@ -7,7 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -23,6 +24,7 @@ from paceline.pipeline.cost import (
     wire_bytes,
 )
 from paceline.pipeline.plan import find_gpu, make_plan, read_records, render
+from paceline.pipeline.topology import Topology
 from paceline.shapes import DrafterShape, TargetShape
 
 QWEN = TargetShape(
@@ -163,6 +165,25 @@ def test_the_optimiser_state_is_shared_where_it_would_not_fit_whole_or_on_demand
         make_plan(_with(split, "off"), QWEN, DRAFTER, 8, "RTX 5090")
     assert "training.shard_optimizer = 'auto'" in caught.value.remedy
     assert "drafter: optimiser" in _memory(_with(CONFIG, "on"), 1, "H200")
+
+
+@pytest.mark.parametrize(("memory", "short"), [(141e9, False), (32e9, True)])
+def test_a_run_decides_by_its_own_devices_memory_as_the_plan_does(
+    memory: float, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from paceline.training import parts
+
+    def run(device: str) -> Any:
+        setup = SimpleNamespace(target=QWEN, drafter=DRAFTER)
+        return SimpleNamespace(
+            config=CONFIG, setup=setup, topology=Topology("split", 4, 4), device=torch.device(device)
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(memory)))
+    assert parts._short_of_memory(run("cuda")) is short
+    assert not parts._short_of_memory(run("cpu"))
 
 
 def test_unknown_gpus_are_refused_with_those_known() -> None:
