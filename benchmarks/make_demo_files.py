@@ -156,17 +156,61 @@ def summary(by_kind: dict[str, list[Candidate]]) -> dict[str, Any]:
     }
 
 
+def add(arguments: argparse.Namespace, candidates: list[Candidate]) -> None:
+    """Put new training rows behind those of an earlier run; its held-out rows stay what they are."""
+    old = {split: read_rows(arguments.out / f"{split}.jsonl.gz") for split in SPLITS}
+    record = json.loads((arguments.out / "record.json").read_text())
+    held_out = [kept(row, "held_out") for row in old["held_out"]]
+    known = [kept(row, "train") for row in old["train"]]
+    fresh = [each for each in candidates if each.row["split"] == "train"]
+    prompts = {each.row["prompt"] for each in known}
+    fresh = [each for each in fresh if each.row["prompt"] not in prompts]
+    seen = ShingleIndex()
+    for each in held_out:
+        seen.add(each.text)
+    like = "answer resembles a held-out answer"
+    judged_rows = [
+        replace(each, reason=like) if each.reason is None and seen.highest(each.text) >= SIMILAR else each
+        for each in fresh
+    ]
+    apart = [each for each in away_from(held_out, [*known, *judged_rows]) if each.row["prompt"] not in prompts]
+    chosen = best_of_each_kind(fit(apart, "train"), arguments.train_per_kind)
+    rows = [*old["train"], *mixed(chosen)]
+    (arguments.out / "train.jsonl.gz").write_bytes(compressed(rows))
+    left_out = Counter(f"train: {each.reason}" for each in [*judged_rows, *apart] if each.reason)
+    record["added"] = [
+        *record.get("added", []),
+        {
+            "generation": json.loads(record_path(arguments.raw).read_text()),
+            **summary(chosen),
+            "left_out": dict(sorted(left_out.items())),
+        },
+    ]
+    (arguments.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record["added"][-1], indent=1), len(rows))
+
+
+def kept(row: dict[str, Any], split: str) -> Candidate:
+    """A shipped row as a candidate; its ids are not needed any more."""
+    prompt, text = row["messages"][0]["content"], row["messages"][-1]["content"]
+    return Candidate({**row, "prompt": prompt, "split": split}, Answer([], not row.get("truncated")), text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--prompts", "--raw", "--tokenizer", "--out"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--train-per-kind", type=int, default=550)
     parser.add_argument("--held-out-per-kind", type=int, default=34)
+    parser.add_argument("--add", action="store_true", help="keep the rows that --out holds, and add training rows")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     answers = {row["id"]: Answer(row["ids"], row["finished"]) for row in read_rows(arguments.raw)}
     answered = [row for row in read_rows(arguments.prompts) if row["id"] in answers]
     candidates = list(split_apart([best_version(tokenizer, row, answers[row["id"]]) for row in answered]))
+    if arguments.add:
+        add(arguments, candidates)
+        return
     held_out = best_of_each_kind(fit(candidates, "held_out"), arguments.held_out_per_kind)
     apart = list(away_from([each for same in held_out.values() for each in same], candidates))
     chosen = {"train": best_of_each_kind(fit(apart, "train"), arguments.train_per_kind), "held_out": held_out}

@@ -98,7 +98,7 @@ class Objective:
         With `prefix_only` a slot after a block's first miss is False without being looked at: all that an acceptance
         length needs, for a fraction of the head's work. It asks the host how many blocks are left, so it is for CPU.
         """
-        hidden_ABH = self.hidden(batch)
+        hidden_ABH = self.looked_at(batch)
         labels_AB, counted_AB = batch.tokens.labels_AB, batch.tokens.weights_AB > 0
         if prefix_only:
             return self._prefixes(hidden_ABH, labels_AB, counted_AB)
@@ -108,6 +108,11 @@ class Objective:
         matches_N = argmax_matches(hidden_NH, self.ends, labels_N, chunk)
         spread_AJ = _spread(matches_N, rows_N, counted_AB[:, 1:].numel()).view_as(counted_AB[:, 1:])
         return functional.pad(spread_AJ, (1, 0)) & counted_AB
+
+    def looked_at(self, batch: FeatureBatch) -> Tensor:
+        """`hidden` without gradients. Compiled, it runs training's own graphs: others would be compiled without them."""
+        with torch.set_grad_enabled(self._compiled):
+            return self.hidden(batch).detach()
 
     def hidden(self, batch: FeatureBatch) -> Tensor:
         """The drafter's final-normed states of every slot, [A, B, H]."""

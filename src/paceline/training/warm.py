@@ -1,7 +1,7 @@
 """Everything that a worker will run, run once before step 0; then compiling is an error.
 
 The parts are the real modules on the run's own shapes: a training step (forward, backward, optimiser), an evaluation
-(other gradient mode, so other graphs), the target's forward. Their state is put back bit for bit.
+(which runs the step's graphs), the target's forward. Their state is put back bit for bit.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _chosen(shape: BatchShape) -> list[int]:
 @torch.no_grad()
 def _compare(learner: Learner, tokens: TokenBatch, expected: Tensor, run: Run) -> None:
     """Raise UserError when the compiled attention differs from the dense one."""
-    found = learner.objective.hidden(FeatureBatch(tokens, _noise(run)))[_chosen(run.setup.batch)]
+    found = learner.objective.looked_at(FeatureBatch(tokens, _noise(run)))[_chosen(run.setup.batch)]
     error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))
     run.say(f"attention self-check: compiled against dense differs by {error:.1e} of the norm")
     if not error < _TOLERANCE:
