@@ -4,9 +4,9 @@
         --out raw.jsonl.gz --device cuda
 
 `--model` is a model folder or a GGUF file; the tokenizer always comes from a folder, since a tokenizer that is read
-from a GGUF file may split text differently. Weights are rounded to bfloat16 once and, unless told otherwise, computed with
-in float32, without TF32: an answer then is what lossless decoding of this target gives, near-ties aside. `make_demo_files.py` makes the
-shipped files of it.
+from a GGUF file may split text differently. Weights are rounded to bfloat16 once and, unless told otherwise, computed
+with in float32, without TF32: an answer then is what lossless decoding of this target gives, near-ties aside.
+`make_demo_files.py` makes the shipped files of it.
 """
 
 import argparse

@@ -8,6 +8,7 @@ anchor = start = 0: it sees itself, so that no row is fully masked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,24 +56,34 @@ class GroupedAttend:
     """
 
     def __init__(self, starts_A: Tensor, anchors_A: Tensor, tokens: int, block_size: int) -> None:
-        self._tokens = tokens
         self._groups = [
-            _Group.of(starts_A[first:stop], anchors_A[first:stop], first * block_size, block_size)
-            for first, stop in _runs(starts_A)
+            _Group.of(starts_A[first:stop], anchors_A[first:stop], block_size) for first, stop in _runs(starts_A)
         ]
+        self._queries = [group.queries for group in self._groups]
+        self._tokens = tokens
+        self._starts = sorted({0, *(group.start for group in self._groups)})
+        self._lengths = [after - start for start, after in itertools.pairwise([*self._starts, tokens])]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([self._attend(group, q, k, v) for group in self._groups], dim=2)
+        parts = zip(self._groups, q.split(self._queries, dim=2), self._keys(k), self._keys(v), strict=True)
+        return torch.cat([_attend_alone(*part) for part in parts], dim=2)
 
-    def _attend(self, group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own = slice(group.query, group.query + group.queries)
-        places = slice(self._tokens + own.start, self._tokens + own.stop)
-        context = slice(group.start, group.stop)
-        k, v = (torch.cat((x[:, :, context], x[:, :, places]), dim=2) for x in (k, v))
-        mask = group.bias.to(q.dtype)
-        return functional.scaled_dot_product_attention(
-            q[:, :, own], k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    def _keys(self, x: Tensor) -> list[Tensor]:
+        """Of each group: its document's context and its own blocks.
+
+        Split, not sliced one by one: the gradient of a slice is a whole tensor of zeros around it.
+        """
+        context, blocks = x.split([self._tokens, x.shape[2] - self._tokens], dim=2)
+        documents = dict(zip(self._starts, context.split(self._lengths, dim=2), strict=True))
+        return [
+            torch.cat((documents[group.start][:, :, : group.stop - group.start], own), dim=2)
+            for group, own in zip(self._groups, blocks.split(self._queries, dim=2), strict=True)
+        ]
+
+
+def _attend_alone(group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = group.bias.to(q.dtype)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -82,18 +93,17 @@ class _Group:
     start: int
     stop: int
     """Context places that some block of it sees."""
-    query: int
     queries: int
     bias: Tensor
     """[queries, stop - start + queries]: 0 where visible, else -inf."""
 
     @staticmethod
-    def of(starts_A: Tensor, anchors_A: Tensor, query: int, block_size: int) -> _Group:
+    def of(starts_A: Tensor, anchors_A: Tensor, block_size: int) -> _Group:
         start = int(starts_A[0])
         stop = max(start, int(anchors_A.max()))
         seen = dense_mask(starts_A - start, anchors_A - start, stop - start, block_size)
         bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        return _Group(start, stop, query, len(starts_A) * block_size, bias)
+        return _Group(start, stop, len(starts_A) * block_size, bias)
 
 
 def _runs(starts_A: Tensor) -> list[tuple[int, int]]:

@@ -110,7 +110,7 @@ class Objective:
         return functional.pad(spread_AJ, (1, 0)) & counted_AB
 
     def looked_at(self, batch: FeatureBatch) -> Tensor:
-        """`hidden` without gradients. Compiled, it runs training's own graphs: others would be compiled without them."""
+        """`hidden` without gradients. Compiled, it runs training's own graphs, or others would be compiled for it."""
         with torch.set_grad_enabled(self._compiled):
             return self.hidden(batch).detach()
 
