@@ -178,6 +178,7 @@ def add(arguments: argparse.Namespace, candidates: list[Candidate]) -> None:
     rows = [*old["train"], *mixed(chosen)]
     (arguments.out / "train.jsonl.gz").write_bytes(compressed(rows))
     left_out = Counter(f"train: {each.reason}" for each in [*judged_rows, *apart] if each.reason)
+    record["train"] = together(record["train"], summary(chosen))
     record["added"] = [
         *record.get("added", []),
         {
@@ -188,6 +189,18 @@ def add(arguments: argparse.Namespace, candidates: list[Candidate]) -> None:
     ]
     (arguments.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["added"][-1], indent=1), len(rows))
+
+
+def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two summaries as one."""
+    rows, tokens = one["rows"] + other["rows"], one["answer_tokens"] + other["answer_tokens"]
+    return {
+        "rows": rows,
+        "by_kind": dict(sorted((Counter(one["by_kind"]) + Counter(other["by_kind"])).items())),
+        "answer_tokens": tokens,
+        "mean_answer_tokens": round(tokens / max(rows, 1), 1),
+        "truncated": one["truncated"] + other["truncated"],
+    }
 
 
 def kept(row: dict[str, Any], split: str) -> Candidate:
