@@ -164,7 +164,6 @@ def cache(
 
 
 def data(
-    action: Positional[Literal["show"]],
     config: Positional[Path],
     overrides: Overrides = (),
     *,
@@ -175,7 +174,6 @@ def data(
     """Look at the data as a run would see it: which tokens are supervised, what was set aside, how rows fill.
 
     Args:
-        action: show.
         config: the run's TOML file.
         overrides: section.key=value, applied over the file.
         rows: how many documents to print.
@@ -231,8 +229,19 @@ class Verb:
     """A function of this file; its parameters are the flags."""
     place: str = ""
     """Else `module:Options:function`, imported when the verb is used; the dataclass's fields are the flags."""
+    follow: str = ""
+    """The word that must come after the verb."""
 
     def run(self, name: str, words: Sequence[str]) -> int:
+        """Raises UserError where the word that must follow does not."""
+        if self.follow:
+            if not words or words[0] not in (self.follow, "-h", "--help"):
+                given = f", not {words[0]!r}" if words else ""
+                raise UserError(
+                    f"after `paceline {name}` comes {self.follow}{given}", f"paceline {name} {self.follow} --help"
+                )
+            name = f"{name} {self.follow}"
+            words = words[1:] if words[0] == self.follow else words
         if self.body is not None:
             return _parse(self.body, name, words)
         module_name, options, function = self.place.split(":")
@@ -247,7 +256,7 @@ VERBS = {
     "doctor": Verb("what is wrong with this machine, a run, a process, or a machine far away", doctor),
     "run-there": Verb("run a Python file at the far end of any chain of shells", run_there),
     "cache": Verb("list, prune, pack and unpack compile caches", cache),
-    "data": Verb("show the data as a run would see it: paceline data show run.toml", data),
+    "data": Verb("show the data as a run would see it: paceline data show run.toml", data, follow="show"),
     "regenerate": Verb(
         "have the target answer every prompt of a data set",
         place="paceline.regenerate.command:RegenerateOptions:regenerate",
