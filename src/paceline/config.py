@@ -27,8 +27,11 @@ class RunConfig:
     """Where a run lives and what makes it repeatable."""
 
     name: str = "run"
+    """The run's folder is `folder`/`name`."""
     folder: str = "runs"
+    """Where runs live."""
     seed: int = 0
+    """Of anchors, order and a random start."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class TargetConfig:
     model: str = ""
     """A model folder, a GGUF file, or a hub id."""
     revision: str = ""
+    """Of a hub model: a branch, tag or commit."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on CUDA and float32 on CPU."""
     features: int = 5
@@ -50,11 +54,13 @@ class TargetConfig:
     """A Jinja file that replaces the tokenizer's own template."""
     tensor_parallel: int = 1
     weights: Literal["full", "float8"] = "full"
+    """`float8` keeps the layers' matrices in float8: half the memory, faster on Hopper and later."""
     feature_cache: Literal["none", "memory", "disk"] = "none"
     """Keep the features of every document, so that epochs after the first cost no target compute."""
     feature_cache_dtype: Literal["auto", "same", "float8"] = "auto"
     """`float8` has a scale for each token and layer; `auto` is that on disk, and the target's dtype in memory."""
     feature_cache_folder: str = ""
+    """Where a cache on disk lies; empty takes the user's cache folder."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,11 @@ class DataConfig:
     """Conversations never trained on; empty splits `held_out_fraction` off by content hash."""
     held_out_fraction: float = 0.02
     shape: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "prompt", "text"] = "auto"
+    """What rows look like; `auto` finds out."""
     max_tokens: int = 4096
     """Longest document in tokens; what is longer is cut and counted."""
     thinking: Literal["template", "on", "off"] = "template"
+    """The template's switch for reasoning; `template` leaves it as it is."""
     max_set_aside: float = 0.5
     """Share of rows that may be set aside before the run refuses to start."""
     cache_folder: str = ""
@@ -95,6 +103,7 @@ class TrainingConfig:
     steps: int = 0
     """Optimiser steps; 0 derives them from `epochs`."""
     epochs: float = 6.0
+    """Passes over the training data, where `steps` is 0."""
     tokens: int = 8192
     """S, tokens of one batch: every batch has this shape."""
     anchors: int = 1024
@@ -102,24 +111,37 @@ class TrainingConfig:
     global_batch: int = 1
     """Token batches of one optimiser step, whatever the number of workers."""
     learning_rate: float = 6e-4
+    """The highest rate, after the warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """How the rate falls: `cosine` to zero over all steps, `wsd` straight to zero over the last share `decay`, or not
+    at all.
+    """
     warmup: float = 0.04
     """Share of the steps over which the rate rises."""
     decay: float = 0.2
     """Share of the steps over which the rate falls (schedule `wsd`)."""
     weight_decay: float = 0.0
+    """Decoupled (AdamW), on matrices only."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's two averages."""
     clip: float = 1.0
+    """Largest norm of the whole gradient."""
     gamma: float = 0.0
     """Decay of the slot weights exp(-(j-1)/gamma); 0 takes the method's value for the block size."""
     weighting: Literal["decay", "dpace"] = "decay"
+    """`decay`: the paper's fixed weights by slot; `dpace`: by the drafter's own confidence (arXiv 2605.18810), which
+    puts more on the slots that it can win now.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the drafter's products; `auto` is bfloat16 on a GPU, float32 on a CPU. Master weights are float32 always."""
     matmul: Literal["same", "float8"] = "same"
+    """`float8` runs the products of layers and head in float8 (Hopper and later)."""
     vocabulary: Literal["full", "data"] = "full"
     """`data` takes the loss over the tokens that occur in the training data only: cheaper where the head dominates."""
     head_chunk: int = 0
     """Rows of logits held at once by the loss; 0 chooses."""
     recompute: bool = False
+    """Compute what lies between a feed-forward's products again in the backward: less memory, hardly slower."""
     shard_optimizer: ShardOptimizer = "auto"
     """Each drafter rank keeps its share of the float32 weights and moments; `auto` does where they do not fit whole."""
     max_skipped: int = 10
@@ -148,6 +170,7 @@ class TopologyConfig:
     """Who does what: see `paceline plan`."""
 
     kind: Literal["colocated", "split", "auto"] = "colocated"
+    """Which GPU does what: see the page Scaling."""
     targets: int = 0
     drafters: int = 0
     features: Literal["bfloat16", "float8", "same"] = "same"
