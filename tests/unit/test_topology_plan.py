@@ -104,6 +104,7 @@ def test_a_record_of_the_same_gpu_sets_the_rate(tmp_path: Path) -> None:
         "kind": "drafter step",
         "machine": {"device": "NVIDIA H200"},
         "operations": {"total": 100e12},
+        "parameters": 0,
         "step_seconds": 0.2,
     }
     (tmp_path / "h200.json").write_text(json.dumps(record))
@@ -114,8 +115,69 @@ def test_a_record_of_the_same_gpu_sets_the_rate(tmp_path: Path) -> None:
     records = read_records(tmp_path)
     assert len(records) == 2
     plan = make_plan(CONFIG, QWEN, DRAFTER, 8, "H200", records)
-    assert "drafter: 500 TFLOP/s, as recorded in h200.json" in plan.basis
+    assert "drafter: 500 TFLOP/s, as recorded in h200.json (its optimiser step counted apart)" in plan.basis
     assert "target: no record for H200" in plan.basis[0]
+
+
+def _record(kind: str, seconds: float, file: str, **options: Any) -> dict[str, Any]:
+    facts = {"operations": {"total": 150e12}, "step_seconds": seconds}
+    return {"kind": kind, "machine": {"device": "NVIDIA H200"}, "options": options, "file": file, **facts}
+
+
+def _step(records: list[dict[str, Any]], config: Config = CONFIG) -> float:
+    return make_plan(config, QWEN, DRAFTER, 1, "H200", records).prediction.step_seconds
+
+
+def test_the_optimiser_of_a_recorded_step_is_not_counted_for_every_batch() -> None:
+    """A step of eight batches does eight forwards and backwards and one optimiser step; the record's had one each."""
+    drafter = _record("drafter step", 0.3, "drafter.json")
+    records = [drafter, _record("target forward", 0.2, "target.json")]
+    one = replace(CONFIG, training=replace(CONFIG.training, global_batch=1))
+    optimizer = 30 * drafter_parameters(Sizes(CONFIG, QWEN, DRAFTER)) / 4.8e12
+    assert _step(records) - _step(records, one) == pytest.approx(7 * (_step(records, one) - optimizer))
+    small = [{**drafter, "parameters": 0}, records[1]]
+    scale = drafter_operations(Sizes(CONFIG, QWEN, DRAFTER)) / 150e12
+    assert _step(small, one) - _step(records, one) == pytest.approx(optimizer * scale)
+
+
+def test_a_plan_of_the_recorded_work_gives_back_the_recorded_seconds() -> None:
+    """The count of a batch agrees with the bench's, which is made from the anchors that were drawn."""
+    from paceline.batches import BatchShape
+    from paceline.bench import count_operations, synthetic_batch
+
+    found = count_operations(DRAFTER, synthetic_batch(BatchShape(8192, 1024, 16, 7.0), 2, DRAFTER.vocabulary, 0))
+    assert drafter_operations(Sizes(CONFIG, QWEN, DRAFTER)) == pytest.approx(found.total, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "option", "other", "changed"),
+    [
+        (0, "target forward", "weights", "float8", replace(CONFIG, target=TargetConfig(weights="float8"))),
+        (1, "drafter step", "matmul", "float8", replace(CONFIG, training=replace(CONFIG.training, matmul="float8"))),
+    ],
+)
+def test_a_record_of_another_arithmetic_is_not_taken(
+    part: int, kind: str, option: str, other: str, changed: Config
+) -> None:
+    plain = "full" if option == "weights" else "same"
+    records = [_record(kind, 0.1, "other.json", **{option: other}), _record(kind, 0.2, "own.json", **{option: plain})]
+    assert "own.json" in make_plan(CONFIG, QWEN, DRAFTER, 8, "H200", records).basis[part]
+    assert "other.json" in make_plan(changed, QWEN, DRAFTER, 8, "H200", records).basis[part]
+    assert f"no record for H200 with {option} = float8" in make_plan(changed, QWEN, DRAFTER, 8, "H200").basis[part]
+    uncompiled = [{**records[1], "options": {"compile": False}}]
+    assert "no record" in make_plan(CONFIG, QWEN, DRAFTER, 8, "H200", uncompiled).basis[part]
+
+
+def test_of_equally_near_records_the_one_with_more_steps_is_taken() -> None:
+    records = [_record("drafter step", 0.3, f"{steps}.json", steps=steps) for steps in (20, 200, 5)]
+    assert "200.json" in make_plan(CONFIG, QWEN, DRAFTER, 8, "H200", records).basis[1]
+
+
+def test_a_record_of_far_more_work_is_named_as_such() -> None:
+    records = [_record("target forward", 0.2, "target.json")]
+    few = replace(CONFIG, training=replace(CONFIG.training, tokens=1024, anchors=64))
+    assert "times the work: a guess here" in make_plan(few, QWEN, DRAFTER, 8, "H200", records).basis[0]
+    assert "guess" not in make_plan(CONFIG, QWEN, DRAFTER, 8, "H200", records).basis[0]
 
 
 def test_auto_prints_the_table_that_it_chose_from() -> None:

@@ -113,9 +113,13 @@ class StepBench:
         self.optimizer.accumulate()
         return sums
 
+    def parameters(self) -> int:
+        """Weights that the optimiser updates."""
+        return sum(parameter.numel() for parameter in self.objective.drafter.parameters())
+
     def kept_bytes(self) -> int:
         """Parameters, gradients, optimiser state, the frozen head, and the features of all batches but one."""
-        parameters = sum(p.numel() for p in self.objective.drafter.parameters())
+        parameters = self.parameters()
         width = torch.empty(0, dtype=self.dtype).element_size()
         masters = 0 if self.dtype == torch.float32 else 4
         spare = sum(batch.features_SF.nbytes for batch in self.batches[1:])
@@ -136,6 +140,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "ceilings": dataclasses.asdict(top),
         "operations": measuring.counted(operations),
+        "parameters": bench.parameters(),
         "step_seconds": median,
         "step_p99_over_p50": measuring.quantile(times, 0.99) / median,
         "share_of_matmul_peak": top.matmul_share(operations.total, median),

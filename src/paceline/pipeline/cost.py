@@ -79,7 +79,9 @@ def drafter_operations(sizes: Sizes) -> float:
     blocks = 6.0 * _layer_weights(shape) * shape.layers * sizes.blocks
     context = sizes.tokens * (6.0 * kv * shape.layers + 4.0 * shape.features * shape.hidden_size)
     attention = 14.0 * shape.heads * shape.head_dim * visible * shape.layers
-    return blocks + context + attention + 4.0 * sizes.blocks * shape.hidden_size * shape.vocabulary
+    # Slot 0 is the anchor's own token: the head does nothing for it.
+    head = 4.0 * (sizes.blocks - sizes.config.training.anchors) * shape.hidden_size * shape.vocabulary
+    return blocks + context + attention + head
 
 
 def _layer_weights(shape: TargetShape | DrafterShape) -> int:

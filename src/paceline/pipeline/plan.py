@@ -163,8 +163,8 @@ def _refuse_what_cannot_fit(ranks: Sequence[RankPlan], gpu: Gpu, could_shard: bo
 
 
 def _rates(sizes: Sizes, gpu: Gpu, world: int, records: Sequence[dict[str, Any]]) -> tuple[Rates, tuple[str, ...]]:
-    target, target_basis = _seconds("target", "target forward", target_operations(sizes), gpu, records)
-    drafter, drafter_basis = _seconds("drafter", "drafter step", drafter_operations(sizes), gpu, records)
+    target, target_basis = _seconds(_target_work(sizes), gpu, records)
+    drafter, drafter_basis = _seconds(_drafter_work(sizes), gpu, records)
     shards = sizes.config.target.tensor_parallel
     parameters = drafter_parameters(sizes)
     topology = Topology("split", 1, 1, shards)
@@ -173,8 +173,7 @@ def _rates(sizes: Sizes, gpu: Gpu, world: int, records: Sequence[dict[str, Any]]
     rates = Rates(
         target_seconds=target / shards,
         drafter_seconds=drafter,
-        # Masters, two moments, gradient and weights are read and written once.
-        optimizer_seconds=parameters * 30 / gpu.memory_rate,
+        optimizer_seconds=_optimizer_seconds(parameters, gpu),
         colocated_seconds=target + drafter,
         all_reduce_seconds=parameters * 4 / link,
         transfer_seconds=wire_bytes(sizes) / link,
@@ -189,25 +188,83 @@ def _rates(sizes: Sizes, gpu: Gpu, world: int, records: Sequence[dict[str, Any]]
     return rates, (target_basis, drafter_basis, traffic)
 
 
-def _seconds(part: str, kind: str, operations: float, gpu: Gpu, records: Sequence[dict[str, Any]]) -> tuple[float, str]:
+@dataclass(frozen=True)
+class _Work:
+    """A part of a token batch, and which records tell its speed."""
+
+    part: str
+    kind: str
+    operations: float
+    options: dict[str, Any]
+    """What a record must have been taken with, where it says."""
+    updated: int = 0
+    """Weights of the optimiser step that a record of the kind includes, unless it says how many; a batch has none."""
+
+
+def _target_work(sizes: Sizes) -> _Work:
+    options = {"weights": sizes.config.target.weights, "dtype": _DTYPES[sizes.width], "compile": True}
+    return _Work("target", "target forward", target_operations(sizes), options)
+
+
+def _drafter_work(sizes: Sizes) -> _Work:
+    options = {"matmul": sizes.config.training.matmul, "dtype": _DTYPES[sizes.drafter_width], "compile": True}
+    return _Work("drafter", "drafter step", drafter_operations(sizes), options, drafter_parameters(sizes))
+
+
+_DTYPES = {2: "bfloat16", 4: "float32"}
+
+
+def _optimizer_seconds(parameters: int, gpu: Gpu) -> float:
+    """Masters, two moments, gradient and weights are read and written once."""
+    return parameters * 30 / gpu.memory_rate
+
+
+def _seconds(work: _Work, gpu: Gpu, records: Sequence[dict[str, Any]]) -> tuple[float, str]:
     """Seconds of a batch, and where that comes from: the record with the nearest amount of work, or counting."""
-    known = [record for record in records if _fits_record(record, kind, gpu)]
+    known = [record for record in records if _fits_record(record, work, gpu)]
     if known:
-        nearest = min(known, key=lambda record: abs(record["operations"]["total"] / operations - 1))
-        rate = nearest["operations"]["total"] / nearest["step_seconds"]
-        return operations / rate, f"{part}: {rate / 1e12:.0f} TFLOP/s, as recorded in {nearest['file']}"
+        # Of equally near ones, the record that timed more steps.
+        nearest = min(known, key=lambda record: (_distance(record, work), -record.get("options", {}).get("steps", 0)))
+        rate = nearest["operations"]["total"] / _batch_seconds(nearest, work, gpu)
+        recorded = f"{work.part}: {rate / 1e12:.0f} TFLOP/s, as recorded in {nearest['file']}"
+        remarks = "; ".join(_remarks(nearest, work))
+        return work.operations / rate, f"{recorded} ({remarks})" if remarks else recorded
     rate = _SHARE_OF_PEAK * gpu.flops
-    return operations / rate, (
-        f"{part}: no record for {gpu.name}; counted operations at {_SHARE_OF_PEAK:.0%} of its published peak "
-        f"({gpu.flops / 1e12:.0f} TFLOP/s in bf16)"
+    narrow = "".join(f" with {name} = float8" for name, value in work.options.items() if value == "float8")
+    return work.operations / rate, (
+        f"{work.part}: no record for {gpu.name}{narrow}; counted operations at {_SHARE_OF_PEAK:.0%} of its published "
+        f"peak ({gpu.flops / 1e12:.0f} TFLOP/s in bf16)"
     )
 
 
-def _fits_record(record: dict[str, Any], kind: str, gpu: Gpu) -> bool:
-    if record.get("kind") != kind or "step_seconds" not in record or "operations" not in record:
+def _distance(record: dict[str, Any], work: _Work) -> float:
+    # Two counts of one work differ in how many pairs the drawn anchors see.
+    return round(abs(record["operations"]["total"] / work.operations - 1), 2)
+
+
+def _remarks(record: dict[str, Any], work: _Work) -> list[str]:
+    """What a reader of the predicted rate should know of the record that it comes from."""
+    larger = record["operations"]["total"] / work.operations
+    remarks = ["its optimiser step counted apart"] if work.updated else []
+    # Small products run at a smaller share of the peak.
+    return remarks if 0.5 <= larger <= 2 else [*remarks, f"taken with {larger:.2g} times the work: a guess here"]
+
+
+def _batch_seconds(record: dict[str, Any], work: _Work, gpu: Gpu) -> float:
+    """Of a record's step, without the optimiser."""
+    return record["step_seconds"] - _optimizer_seconds(record.get("parameters", work.updated), gpu)
+
+
+def _fits_record(record: dict[str, Any], work: _Work, gpu: Gpu) -> bool:
+    if record.get("kind") != work.kind or "step_seconds" not in record or "operations" not in record:
+        return False
+    options = record.get("options", {})
+    if any(options.get(name, value) != value for name, value in work.options.items()):
         return False
     device = str(record.get("machine", {}).get("device", ""))
-    return any(gpu == known for name, known in _GPUS.items() if name in device)
+    return (
+        any(gpu == known for name, known in _GPUS.items() if name in device) and _batch_seconds(record, work, gpu) > 0
+    )
 
 
 # --- words ---------------------------------------------------------------------------------------------------------
