@@ -140,7 +140,7 @@ def describe(run: Path, started: float, tokens: int) -> dict[str, Any]:
 
 
 def killed_and_resumed(place: Place, topology: str, steps: int) -> dict[str, Any]:
-    """Kill the last worker after the second checkpoint; how the run ends, and whether a resumed one has its losses."""
+    """Kill the last worker after the first checkpoint; how the run ends, and whether a resumed one has its losses."""
     whole = place.launch(topology, steps, "undisturbed, for the kill")
     name = "killed"
     run = place.folder / "runs" / name
@@ -154,8 +154,10 @@ def killed_and_resumed(place: Place, topology: str, steps: int) -> dict[str, Any
         time.sleep(0.05)
     if process.poll() is not None:
         return {"topology": topology, "ended_early": (place.folder / f"{name}.log").read_text()[-3000:]}
-    victim = json.loads((run / "heartbeat" / f"rank-{place.options.workers - 1}.json").read_text())
     doctor = asked_doctor(run)
+    victim = json.loads((run / "heartbeat" / f"rank-{place.options.workers - 1}.json").read_text())
+    if process.poll() is not None:
+        return {"topology": topology, "doctor": doctor, "ended_early": "while the doctor asked: give more --kill-steps"}
     os.kill(victim["pid"], signal.SIGKILL)
     killed = time.monotonic()
     code = process.wait(timeout=120)
@@ -201,6 +203,19 @@ def compared(launches: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def command(words: list[str]) -> str:
+    """This call, with names in place of absolute paths."""
+    split = [word.rpartition("=") for word in words]
+    short = [key + sign + (Path(value).name if value.startswith("/") else value) for key, sign, value in split]
+    return " ".join(["benchmarks/topologies.py", *short])
+
+
+def written(record: dict[str, Any], folder: str) -> str:
+    """As JSON, with no path of this machine."""
+    text = json.dumps(record, indent=1) + "\n"
+    return text.replace(folder, "FOLDER").replace(str(Path(__file__).parent.parent), "REPOSITORY")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -213,6 +228,7 @@ def main() -> int:
     parser.add_argument("--cold", type=int, default=0, help="cold starts, the compile cache deleted before each")
     parser.add_argument("--runs", nargs="*", default=["colocated"])
     parser.add_argument("--kill", default="", help="the topology of which one worker is killed")
+    parser.add_argument("--kill-steps", type=int, default=0, help="of the killed run; as many as --steps otherwise")
     parser.add_argument("--seconds", type=float, default=300.0, help="patience with the killed run's first checkpoint")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, help="keep the launches' logs here")
@@ -221,7 +237,11 @@ def main() -> int:
     options.overrides.insert(0, f"training.tokens={options.tokens}")
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), options)
-        record: dict[str, Any] = {"kind": "topologies", "command": " ".join(sys.argv), "machine": machine()}
+        record: dict[str, Any] = {
+            "kind": "topologies",
+            "command": " ".join(["benchmarks/topologies.py", *sys.argv[1:]]),
+            "machine": machine(),
+        }
         try:
             record["cold"] = []
             for number in range(options.cold):
@@ -232,11 +252,11 @@ def main() -> int:
             record["losses_differ"] = compared(record["runs"])
             print(json.dumps(record["losses_differ"]), flush=True)
             if options.kill:
-                record["kill"] = killed_and_resumed(place, options.kill, options.steps)
+                record["kill"] = killed_and_resumed(place, options.kill, options.kill_steps or options.steps)
                 print(json.dumps(record["kill"]), flush=True)
         finally:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            options.out.write_text(written(record, folder))
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 for log in place.folder.glob("*.log"):
