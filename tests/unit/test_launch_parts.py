@@ -154,3 +154,15 @@ def test_heartbeats_say_what_a_worker_does_and_waits_for(tmp_path: Path) -> None
     assert (found[4].phase, found[4].step, found[4].waits_for) == ("receive", 12, status.waits_for)
     written = json.loads((tmp_path / "heartbeat" / "rank-4.json").read_text())
     assert written.keys() == asdict(found[4]).keys()
+
+
+def test_a_worker_knows_where_its_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("paceline.pipeline.heartbeat.time.time", lambda: now[0])
+    beat = Heartbeat(tmp_path, 0, "worker", {"imports": 4.0})
+    for phase, seconds in (("load", 3.0), ("warm-up", 20.0), ("load", 1.0), ("train", 0.5)):
+        beat.beat(phase, 0)
+        beat.beat(phase, 1)
+        now[0] += seconds
+    assert beat.spent() == {"imports": 4.0, "start": 0.0, "load": 4.0, "warm-up": 20.0, "train": 0.5}
+    beat.close()

@@ -47,7 +47,8 @@ class Heartbeat:
     Raises UserError where the run folder cannot be made.
     """
 
-    def __init__(self, run_folder: Path, rank: int, role: str) -> None:
+    def __init__(self, run_folder: Path, rank: int, role: str, earlier: dict[str, float] | None = None) -> None:
+        """`earlier`: phases that were over before, with their seconds."""
         folder = run_folder / FOLDER
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -56,6 +57,8 @@ class Heartbeat:
         self._path = folder / f"rank-{rank}.json"
         now = time.time()
         self._last = Beat(rank, role, os.getpid(), socket.gethostname(), 0, "start", None, None, now, now)
+        self._spent = dict(earlier or {})
+        self._phase_begun = now
         self._changed = threading.Event()
         self._closed = False
         self._write()
@@ -67,7 +70,14 @@ class Heartbeat:
         last, now = self._last, time.time()
         self._last = Beat(last.rank, last.role, last.pid, last.host, step, phase, waits_for, batch, now, now)
         if phase != last.phase:
+            self._spent[last.phase] = self._spent.get(last.phase, 0.0) + now - self._phase_begun
+            self._phase_begun = now
             self._changed.set()
+
+    def spent(self) -> dict[str, float]:
+        """Seconds in each phase so far, in the order in which they first came."""
+        running = self._spent.get(self._last.phase, 0.0) + time.time() - self._phase_begun
+        return {**self._spent, self._last.phase: running}
 
     def become(self, role: str) -> None:
         """A role that is known only after the start."""

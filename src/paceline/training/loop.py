@@ -14,7 +14,7 @@ from paceline.target.base import Target
 from paceline.target.transformers_body import compute_dtype
 from paceline.training.checkpoint import save
 from paceline.training.parts import Learner, load_target, make_learner, with_feature_cache
-from paceline.training.run import Run, checkpoint_facts, keep_served, open_run
+from paceline.training.run import Run, checkpoint_facts, keep_served, open_run, say_start
 from paceline.training.scores import Scores
 from paceline.training.tally import Tally
 from paceline.training.warm import Watch, warm_worker
@@ -63,6 +63,7 @@ def fit(run: Run, learner: Learner, source: FeatureSource, watch: Watch, target:
     try:
         if step == 0 or step >= run.total:
             scores.evaluate(source, step)
+        say_start(run)
         while step < run.total:
             run.heartbeat.beat("train", step)
             with watch.explain(step):

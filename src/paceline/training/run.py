@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -34,6 +35,7 @@ from paceline.training.checkpoint import Checkpoint, load_latest
 from paceline.training.setup import Setup, refuse_used_folder, set_up, total_steps
 
 Say = Callable[[str], None]
+_IMPORTED = time.time()
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,15 @@ def open_run(config: Config, world: World, resume: bool, *, claims: bool = True)
         connection = join(world, config.launch.collective_seconds)
         stack.callback(connection.close)
         topology = assign(config.topology, world.size, config.target.tensor_parallel)
+        read = time.time()
         corpus = _corpus(setup, say)
         stream = _stream(setup, corpus)
+        earlier = {"imports": _IMPORTED - psutil.Process().create_time(), "data": time.time() - read}
         folder = Path(config.run.folder) / config.run.name
         if world.rank == 0 and claims:
             claim_folder(folder, config, resume)
         connection.barrier("run folder")
-        heartbeat = Heartbeat(folder, world.rank, topology.role(world.rank).name)
+        heartbeat = Heartbeat(folder, world.rank, topology.role(world.rank).name, earlier)
         stack.callback(heartbeat.close)
         stack.enter_context(live.serve(folder, world.rank, heartbeat.status, guard.state))
         resumed = _resume(folder, setup, corpus, say) if resume else None
@@ -171,6 +175,13 @@ def _origin() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
     }
+
+
+def say_start(run: Run) -> None:
+    """Where the time before the first step went."""
+    spent = {phase: seconds for phase, seconds in run.heartbeat.spent().items() if seconds >= 0.1}
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent.items())
+    run.say(f"ready after {sum(spent.values()):.0f} s: {parts}")
 
 
 def keep_served(run: Run, served: Served) -> None:
