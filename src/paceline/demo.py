@@ -71,7 +71,7 @@ class Scale:
 
 QUICK = Scale(answers=40, steps=30, evaluations=1, held_out_anchors=300, decoded=24, prompts=1)
 CPU = Scale(answers=760, steps=600, evaluations=6, held_out_anchors=4000, decoded=64, prompts=3)
-GPU = Scale(answers=0, steps=6000, evaluations=20, held_out_anchors=16384, decoded=128, prompts=3)
+GPU = Scale(answers=0, steps=2400, evaluations=12, held_out_anchors=16384, decoded=128, prompts=3)
 
 
 def run_demo(*, quick: bool, folder: Path, answers: int = 0) -> int:
@@ -195,13 +195,23 @@ def demo_config(model: Path, run_folder: Path, scale: Scale, *, gpu: bool) -> Co
 
 
 def _gpu_training(scale: Scale) -> TrainingConfig:
-    return TrainingConfig(steps=scale.steps, tokens=16384, anchors=4096, learning_rate=1e-3)
+    """Twelve epochs of little data: decay keeps it from being learnt by heart, and the early slots count most."""
+    return TrainingConfig(
+        steps=scale.steps, tokens=16384, anchors=4096, learning_rate=1e-3, gamma=2.0, weight_decay=1.0
+    )
 
 
 def _cpu_training(scale: Scale) -> TrainingConfig:
     """A short block: a few hundred steps teach the first slots, and a slot costs a row of the head."""
     return TrainingConfig(
-        steps=scale.steps, tokens=1024, anchors=320, learning_rate=2e-3, betas=(0.9, 0.95), vocabulary="data"
+        steps=scale.steps,
+        tokens=1024,
+        anchors=320,
+        learning_rate=2e-3,
+        betas=(0.9, 0.95),
+        weighting="dpace",
+        weight_decay=1.0,
+        vocabulary="data",
     )
 
 
