@@ -236,7 +236,7 @@ def topologies(name: str, record: dict[str, Any]) -> Figure | None:
         return None
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     rates, waits = figure.subplots(1, 2)
-    names = [run["topology"] for run in runs]
+    names = [_name_of(run) for run in runs]
     places = range(len(runs))
     rates.bar(places, [run["tokens_per_second"] for run in runs], width=0.6, color=_COLOURS["bf16"])
     rates.set_ylabel("tokens/s")
@@ -260,6 +260,14 @@ def topologies(name: str, record: dict[str, Any]) -> Figure | None:
         _plain(axes)
     figure.suptitle(f"Topologies: {name} ({record['machine']['device']})", fontsize=11, color=_TEXT)
     return figure
+
+
+def _name_of(run: dict[str, Any]) -> str:
+    """Its topology; of an automatic one what was chosen, too."""
+    chosen = next((row.split() for row in run.get("table", []) if row.endswith("<- chosen")), None)
+    if chosen is None:
+        return run["topology"]
+    return "auto:\n" + (chosen[0] if chosen[0] == "colocated" else f"{chosen[1]}+{chosen[4]}")
 
 
 def _target_waits(run: dict[str, Any]) -> float | None:

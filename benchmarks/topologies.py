@@ -84,7 +84,7 @@ class Place:
             found["log"] = (self.folder / f"{name}.log").read_text()[-3000:]
         if topology == "auto":
             text = (self.folder / f"{name}.log").read_text()
-            found["table"] = [line for line in text.splitlines() if "+" in line or "colocated" in line or "→" in line]
+            found["table"] = [line for line in text.splitlines() if line.startswith(("topology", "colocated", "split"))]
         self.launches.append(found)
         self.say(found)
         return found
