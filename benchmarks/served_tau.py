@@ -80,7 +80,7 @@ def exact_acceptance(target: TransformersTarget, drafter: Any, config: TargetCon
         seed=0,
         report=print,
     )
-    shape = BatchShape(2048, 512, drafter.shape.block_size, 4.0)
+    shape = BatchShape(2048, 1536, drafter.shape.block_size, 4.0)
     stream = Stream(corpus.held_out, shape, 0, corpus.held_out, len(corpus.held_out.ids))
     held_out = stream.evaluation_batches()
     objective = Objective(drafter, target.ends, shape, TrainingConfig(), "dense")
