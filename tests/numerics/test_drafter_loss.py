@@ -178,3 +178,19 @@ def test_scaled_ends_reach_loss_and_inputs() -> None:
     torch.testing.assert_close(objective.sums(it.batch).loss, expected)
     plain = Objective(it.drafter, it.ends, it.shape, TrainingConfig(), "dense")
     assert not torch.allclose(plain.hidden(it.batch), objective.hidden(it.batch))
+
+
+@pytest.mark.parametrize(("drafter", "target"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_drafter_may_compute_in_another_dtype_than_its_target(drafter: str, target: str) -> None:
+    it = world()
+    expected = Objective(it.drafter, it.ends, it.shape, TrainingConfig(), "dense").sums(it.batch).loss.detach()
+    head_VH = it.ends.head_VH.to(getattr(torch, target))
+    ends = dataclasses.replace(it.ends, head_VH=head_VH, embedding_VH=it.ends.embedding_VH.to(head_VH.dtype))
+    module = it.drafter.to(getattr(torch, drafter))
+    objective = Objective(module, ends, it.shape, TrainingConfig(), "dense")
+    batch = dataclasses.replace(it.batch, features_SF=it.batch.features_SF.to(head_VH.dtype))
+    found = objective.sums(batch)
+    found.loss.backward()
+    assert float(found.loss.detach()) == pytest.approx(float(expected), rel=2e-2)
+    assert all(gradient.isfinite().all() for gradient in gradients(module).values())
+    assert objective.accepts(batch).shape == it.batch.tokens.labels_AB.shape

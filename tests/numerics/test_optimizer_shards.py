@@ -126,3 +126,20 @@ def test_a_step_without_exchange_changes_this_ranks_part_and_its_state_can_be_pu
         optimizer.load_state(before)
         assert torch.equal(module.weight, weights)
         assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())
+
+
+class Lonely(Shards):
+    """A rank of three whose peers never answer: enough for steps that exchange nothing."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.ranks = rank, 3
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_share_without_any_parameter_steps_with_the_rest(rank: int) -> None:
+    """Two weights over three ranks: one share is empty; in the warm-up nobody exchanges anything."""
+    module = nn.Linear(2, 1, bias=False)
+    optimizer = Optimizer(module, TrainingConfig(), 10, shards=Lonely(rank))
+    module(torch.ones(2)).sum().backward()
+    report = optimizer.step(torch.ones(()))
+    assert report.grad_norm.isfinite()

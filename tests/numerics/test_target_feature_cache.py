@@ -225,3 +225,16 @@ def test_a_shard_that_another_process_computes_is_waited_for(
     assert 0 < mine.forwards < target.forwards
     for batch in rows():
         assert torch.equal(results[0].features(batch), expected.features(batch))
+
+
+def test_work_and_waits_are_told(target: Counting, tmp_path: Path) -> None:
+    """A launcher that watches must hear of every row, and of a wait for another process."""
+    heard: list[str] = []
+    config = TargetConfig(feature_cache="disk", feature_cache_folder=str(tmp_path))
+    told = {"computing": lambda: heard.append("row"), "waiting": lambda: heard.append("wait")}
+    CachedTarget(target, TEXTS, TOKENS, config, None, **told)
+    assert heard.count("row") == target.forwards > 1
+    assert heard.index("wait") > heard.index("row")
+    heard.clear()
+    CachedTarget(target, TEXTS, TOKENS, config, None, **told)
+    assert heard == []

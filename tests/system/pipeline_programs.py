@@ -37,6 +37,30 @@ def several(config: Config, world: World, resume: bool) -> int:
     return 0
 
 
+def slow_features(config: Config, world: World, resume: bool) -> int:
+    """Training whose target takes 16 s for the features of all documents, as a large one takes hours."""
+    import time
+
+    from paceline.target.feature_cache import CachedTarget
+    from paceline.training.loop import train
+
+    compute = CachedTarget._compute
+
+    def slowly(cache: CachedTarget, shard: Any) -> None:
+        honest, begun = cache._computing, time.monotonic()
+
+        def beat() -> None:
+            honest()
+            time.sleep(2.0)
+
+        cache._computing = beat
+        while time.monotonic() - begun < 16.0:
+            compute(cache, shard)
+
+    CachedTarget._compute = slowly
+    return train(config, world, resume)
+
+
 def killed_twice(config: Config, world: World, resume: bool) -> int:
     """Training in which, at the first start, the drafter dies after its first checkpoint; at the second, the target."""
     from paceline.training import loop

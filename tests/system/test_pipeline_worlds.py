@@ -99,6 +99,19 @@ def test_killed_workers_cost_the_steps_since_the_checkpoint_and_no_number(
     same_numbers(world, "killed")
 
 
+def test_drafters_wait_for_the_targets_feature_cache_however_long(world: Path, tmp_path: Path) -> None:
+    """A fill that takes longer than any meeting between steps may: the limits here are below what it takes."""
+    base = config_of(world, "cached")
+    config = replace(
+        base,
+        target=replace(base.target, feature_cache="memory"),
+        topology=TopologyConfig(kind="split", targets=1, drafters=1),
+        launch=LaunchConfig(threads=1, collective_seconds=12.0, stall_seconds=12.0),
+    )
+    assert launch.run(config, program="pipeline_programs:slow_features") == 0
+    same_numbers(world, "cached")
+
+
 def test_two_torchrun_agents_resume_one_run(world: Path, tmp_path: Path) -> None:
     half_done(world, "nodes")
     config = replace(config_of(world, "nodes"), topology=TopologyConfig(kind="split", targets=1, drafters=1))

@@ -16,7 +16,7 @@ from paceline.launch.failures import Failure, ended_by, failure_of, first_of, re
 from paceline.launch.places import choose_device, cores_of, visible_gpus, workers_wanted
 from paceline.launch.watch import STARTING_SECONDS, Limits, stalled
 from paceline.launch.worker import Order
-from paceline.pipeline.heartbeat import Beat, Heartbeat, read_beats
+from paceline.pipeline.heartbeat import WAIT_FOR_FEATURES, Beat, Heartbeat, read_beats
 from paceline.pipeline.process import World
 from paceline.pipeline.world import LostPeer
 
@@ -46,6 +46,13 @@ def test_a_process_that_does_not_run_comes_first() -> None:
 def test_where_all_wait_the_first_to_fall_silent_is_named() -> None:
     beats = [_beat(0, 88, "rank 1"), _beat(1, 85, "rank 0")]
     assert stalled(beats, LIMITS, 100) == beats[1]
+
+
+def test_waiting_for_the_feature_cache_has_no_limit_and_making_it_has() -> None:
+    waiting = _beat(0, -1e6, "the other workers' features", phase=WAIT_FOR_FEATURES)
+    assert stalled([waiting, _beat(1, 95, phase="features of the data")], LIMITS, 100) is None
+    hung = _beat(1, 85, phase="features of the data")
+    assert stalled([waiting, hung], LIMITS, 100) == hung
 
 
 def test_starting_and_warming_up_may_take_longer() -> None:

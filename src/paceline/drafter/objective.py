@@ -112,7 +112,7 @@ class Objective:
     def looked_at(self, batch: FeatureBatch) -> Tensor:
         """`hidden` without gradients. Compiled, it runs training's own graphs, or others would be compiled for it."""
         with torch.set_grad_enabled(self._compiled):
-            return self.hidden(batch).detach()
+            return self.hidden(batch).detach().to(self.ends.head_VH.dtype)
 
     def hidden(self, batch: FeatureBatch) -> Tensor:
         """The drafter's final-normed states of every slot, [A, B, H]."""
@@ -157,7 +157,8 @@ class Objective:
         dynamic = self.config.weighting == "dpace"
         slots = self.shape.block_size - 1
         rows_N = None if dynamic else _host_rows(weights_AB[:, 1:])
-        hidden_NH = _flat(hidden_ABH, rows_N)
+        # A drafter may compute in another dtype than its target, whose head this is.
+        hidden_NH = _flat(hidden_ABH, rows_N).to(self._loss_ends.head_VH.dtype)
         chunk = self.config.head_chunk or chunk_rows(len(hidden_NH), self._loss_ends.head_VH, slots if dynamic else 1)
         result = frozen_head_loss(
             hidden_NH,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from paceline.config import Config
 from paceline.launch.failures import Failure, write_failure
 from paceline.launch.stacks import dump_stacks
-from paceline.pipeline.heartbeat import Beat, read_beats
+from paceline.pipeline.heartbeat import WAIT_FOR_FEATURES, Beat, read_beats
 
 STARTING_SECONDS = 120.0
 """What importing and loading may take at least, however short `launch.stall_seconds` is."""
@@ -38,6 +39,8 @@ class Limits:
     def of_phase(self, phase: str) -> float:
         if phase.startswith("warm-up"):
             return max(self.stall, self.warm_up)
+        if phase == WAIT_FOR_FEATURES:
+            return math.inf  # as long as those who make them take; these are watched
         return max(self.stall, STARTING_SECONDS) if phase == "start" else self.stall
 
 

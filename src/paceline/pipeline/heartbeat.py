@@ -19,6 +19,8 @@ from paceline.errors import UserError
 from paceline.live import WorkerStatus
 
 FOLDER = "heartbeat"
+WAIT_FOR_FEATURES = "wait for the features of the data"
+"""The phase of a worker whose own part of the feature cache is done, or who has none."""
 _INTERVAL = 1.0
 
 

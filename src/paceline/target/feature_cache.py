@@ -56,10 +56,18 @@ class CachedTarget(Target):
     """
 
     def __init__(
-        self, target: Target, documents: Texts, tokens: int, config: TargetConfig, report: Report | None = None
+        self,
+        target: Target,
+        documents: Texts,
+        tokens: int,
+        config: TargetConfig,
+        report: Report | None = None,
+        computing: Callable[[], None] | None = None,
+        waiting: Callable[[], None] | None = None,
     ) -> None:
         """Compute, or find, the features of every document's first `tokens` tokens (S of the run).
 
+        `computing` is called before each row, `waiting` before a wait for another process's part.
         Raises UserError where memory or disk cannot hold them; nothing is computed before that is known.
         """
         self.target = target
@@ -68,6 +76,8 @@ class CachedTarget(Target):
         self._tokens = tokens
         self._held_out: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._calls = 0
+        self._computing = computing or _nothing
+        self._waiting = waiting or _nothing
         lengths = np.minimum(documents.lengths, tokens)
         encoding = Encoding(kept_form(config), target.dtype, len(target.layer_ids), target.shape.hidden_size)
         home = _home(target.device, encoding.bytes_per_token * int(lengths.sum()))
@@ -166,6 +176,8 @@ class CachedTarget(Target):
         todo = self._shards.missing()
         for wait in (False, True):
             for shard in todo:
+                if wait:
+                    self._waiting()
                 with self._shards.claim(shard, wait=wait) as mine:
                     if mine:
                         self._compute(shard)
@@ -178,6 +190,7 @@ class CachedTarget(Target):
         values_TF = torch.empty(shard.tokens, self.width, dtype=self.dtype, device=self.device)
         features_SF = torch.empty(self._tokens, self.width, dtype=self.dtype, device=self.device)
         for row in pack_rows(shard.lengths, self._tokens):
+            self._computing()
             batch = self._row(shard, row)
             self.target.features(batch.to(self.device), features_SF)
             for number, start, end in _spans(batch):
@@ -290,4 +303,8 @@ def _size(count: int) -> str:
 
 
 def _silent(_text: str) -> None:
+    pass
+
+
+def _nothing() -> None:
     pass

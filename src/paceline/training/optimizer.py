@@ -264,16 +264,16 @@ class Optimizer:
         flat = self._flat_gradient(needed=reduce is not None or self._shards is not None)
         if flat is None:
             gradients = [piece.of_parameter(_given(piece.place)) for piece in self._pieces]
-            return gradients, _norm(gradients), total
+            return gradients, _norm(gradients, total), total
         gradients = [piece.of_flat(flat) for piece in self._pieces]
         if reduce is None:
-            return gradients, _norm(gradients), total
+            return gradients, _norm(gradients, total), total
         if self._shards is None:
             reduce(flat)
             reduce(total)
-            return gradients, _norm(gradients), total
+            return gradients, _norm(gradients, total), total
         self._shards.reduce_scatter(flat)
-        sums = torch.stack([_norm(gradients).square() if gradients else torch.zeros_like(total), total])
+        sums = torch.stack([_norm(gradients, total).square(), total])
         reduce(sums)
         return gradients, sums[0].sqrt(), sums[1]
 
@@ -330,8 +330,10 @@ def _given(place: _Place) -> Tensor:
     return place.parameter.grad
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """Global 2-norm in float32."""
+def _norm(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Global 2-norm in float32, a scalar where `like` lies; a rank's share may hold no parameter at all."""
+    if not tensors:
+        return torch.zeros_like(like)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) for x in tensors]))
 
 

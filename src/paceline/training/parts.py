@@ -14,6 +14,7 @@ from paceline.drafter.init import build
 from paceline.drafter.model import Drafter
 from paceline.drafter.objective import Objective
 from paceline.pipeline.cost import RESERVE, Sizes, wants_shards
+from paceline.pipeline.heartbeat import WAIT_FOR_FEATURES
 from paceline.pipeline.reduce import Shards, agreement_of_drafters, shards_of_drafters
 from paceline.target.base import Target
 from paceline.target.ends import load_ends
@@ -23,6 +24,9 @@ from paceline.target.weights import weights_reader
 from paceline.training.optimizer import Optimizer
 from paceline.training.run import Run
 from paceline.training.setup import check_init
+
+_PATIENCE = 7 * 24 * 3600.0
+"""Seconds at the meeting after the feature cache: a worker that hangs or dies is noticed by its heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,28 @@ def load_target(run: Run) -> Target:
     return target
 
 
-def with_feature_cache(run: Run, target: Target) -> Target:
-    """The target, or one that keeps the features of every training document, where the configuration asks for it."""
+def with_feature_cache(run: Run, target: Target | None) -> Target | None:
+    """The target, or one that keeps the features of every training document, where the configuration asks for it.
+
+    Every rank calls it, and goes on when all have their features: that may take hours, which no limit for meeting
+    between steps should end.
+    """
     if run.config.target.feature_cache == "none":
         return target
-    run.heartbeat.beat("features of the data", run.schedule.start)
-    return CachedTarget(target, run.corpus.train, run.setup.batch.tokens, run.config.target, run.say)
+    start = run.schedule.start
+    if target is not None:
+        target = CachedTarget(
+            target,
+            run.corpus.train,
+            run.setup.batch.tokens,
+            run.config.target,
+            run.say,
+            lambda: run.heartbeat.beat("features of the data", start),
+            lambda: run.heartbeat.beat(WAIT_FOR_FEATURES, start, waits_for="the features that another worker computes"),
+        )
+    run.heartbeat.beat(WAIT_FOR_FEATURES, start, waits_for="the other workers' features")
+    run.connection.barrier("features of the data", _PATIENCE)
+    return target
 
 
 def drafter_dtype(run: Run) -> torch.dtype:
