@@ -147,6 +147,26 @@ def test_gradients_of_the_fast_path(tokens: int, dtype: torch.dtype, scale: floa
         assert error < (1e-4 if dtype == torch.float32 else 2e-2 if scale == 0.02 else 1.3 * floor)
 
 
+@pytest.mark.parametrize("tokens", [127, 128, 129, 130])
+def test_gradients_of_rows_about_a_tile(tokens: int) -> None:
+    """Lengths at which others' backward gave NaN; ours are padded to whole tiles."""
+    shape = BatchShape(tokens, 12, 16, 7.0)
+    fast = drafter(torch.bfloat16, 0.02)
+    slow = copy.deepcopy(fast).float()
+    Optimizer(fast, TrainingConfig(), 10)
+    table = (torch.randn(SHAPE.vocabulary, SHAPE.hidden_size, device="cuda") * 0.05).to(torch.bfloat16)
+    objective = Objective(fast, FrozenEnds(table, table), shape, TrainingConfig(), "flex")
+    objective.compile()
+    batch = batch_of((tokens - 7, 7), tokens, 9, 3).to(torch.device("cuda"))
+    features = torch.randn(tokens, SHAPE.features, device="cuda", dtype=torch.bfloat16)
+    wide = FrozenEnds(table.float(), table.float())
+    expected = oracle_gradients(slow, wide, FeatureBatch(batch, features.float()), shape)
+    objective.sums(FeatureBatch(batch, features)).loss.backward()
+    error, name = worst_error(fast, expected)
+    print(f"{tokens} tokens: worst relative error {error:.2e} at {name}")
+    assert error < 2e-2
+
+
 def test_float8_gradients_point_the_same_way() -> None:
     shape = BatchShape(1024, 64, 16, 7.0)
     batch = batch_of((300, 130, 411), 1024, 60, 4).to(torch.device("cuda"))
