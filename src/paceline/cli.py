@@ -32,6 +32,8 @@ def train(config: Positional[Path], overrides: Overrides = (), *, resume: bool =
     """
     from paceline import launch
     from paceline.report import write_report
+    from paceline.training.metrics import read_metrics
+    from paceline.training.progress import closing_words
     from paceline.training.setup import preflight
 
     chosen = configuration.load(config, overrides)
@@ -42,7 +44,8 @@ def train(config: Positional[Path], overrides: Overrides = (), *, resume: bool =
     if code == 0:
         folder = Path(chosen.run.folder) / chosen.run.name
         write_report(folder)
-        _say(f"drafter: {folder / 'best'} (best held-out τ) and {folder / 'last'}; report: {folder / 'report.html'}")
+        for line in closing_words(folder, read_metrics(folder)):
+            _say(line)
     return code
 
 

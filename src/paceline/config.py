@@ -53,6 +53,7 @@ class TargetConfig:
     chat_template: str = ""
     """A Jinja file that replaces the tokenizer's own template."""
     tensor_parallel: int = 1
+    """GPUs that share one target: each holds a part of every layer."""
     weights: Literal["full", "float8"] = "full"
     """`float8` keeps the layers' matrices in float8: half the memory, faster on Hopper and later."""
     feature_cache: Literal["none", "memory", "disk"] = "none"
@@ -74,6 +75,7 @@ class DataConfig:
     held_out: tuple[str, ...] = ()
     """Conversations never trained on; empty splits `held_out_fraction` off by content hash."""
     held_out_fraction: float = 0.02
+    """Share of the conversations that is never trained on, where `held_out` is empty."""
     shape: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "prompt", "text"] = "auto"
     """What rows look like; `auto` finds out."""
     max_tokens: int = 4096
@@ -91,9 +93,13 @@ class DrafterConfig:
     """The draft model. Sizes not named here are the target's."""
 
     layers: int = 5
+    """Draft layers, each in the shape of the target's own."""
     block_size: int = 16
+    """B: the drafter writes B - 1 tokens in one forward, after the last one that was committed."""
     init: str = "target"
-    """`random`, `target` (layers copied from the target's own), or a drafter's folder to continue from."""
+    """`random`, `target` (layers copied from the target's own), or a drafter's folder to continue from. A continued
+    drafter wants a lower `training.learning_rate` (a tenth, say) and a warm-up.
+    """
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,7 @@ class CheckpointConfig:
     every: int = 500
     """Optimiser steps between training-state checkpoints; 0 saves at the end only."""
     keep: int = 2
+    """How many checkpoints stay; older ones are removed when a newer one is whole."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,9 @@ class TopologyConfig:
     kind: Literal["colocated", "split", "auto"] = "colocated"
     """Which GPU does what: see the page Scaling."""
     targets: int = 0
+    """Targets of a `split`; each takes `target.tensor_parallel` processes."""
     drafters: int = 0
+    """Drafters of a `split`, one process each."""
     features: Literal["bfloat16", "float8", "same"] = "same"
     """The form in which features travel between devices."""
 
@@ -182,8 +191,11 @@ class LaunchConfig:
     workers: int = 0
     """Processes on this host; 0 is one a GPU, or one on CPU."""
     restarts: int = 0
+    """How often all workers start again from the last whole checkpoint when one fails; never after a fault of input."""
     stall_seconds: float = 300.0
+    """A worker that says nothing for so long is taken for hung: stacks are written, and the launch fails."""
     collective_seconds: float = 600.0
+    """How long workers wait for each other, where they meet and in a collective."""
     threads: int = 0
     """CPU threads a worker; 0 shares the cores evenly."""
 

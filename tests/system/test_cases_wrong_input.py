@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -62,6 +63,29 @@ def _drafter(folder: Path, **sizes: int) -> None:
     export.write(folder / "drafter", build(shape, "random", 0).state_dict(), shape, target, dtype="float32")
 
 
+def _cut_drafter(folder: Path) -> None:
+    _drafter(folder)
+    path = folder / "drafter" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _drafter_without_weights(folder: Path) -> None:
+    _drafter(folder)
+    (folder / "drafter" / "model.safetensors").unlink()
+
+
+def _drafter_without_config(folder: Path) -> None:
+    _drafter(folder)
+    (folder / "drafter" / "config.json").write_text("{")
+
+
+def _narrower_drafter(folder: Path) -> None:
+    target = read_shape(TargetConfig(model=str(folder / "target")))
+    mine = shape_for(target, (0, 1), DrafterConfig(layers=1, block_size=4), MASK)
+    shape = dataclasses.replace(mine, intermediate_size=mine.intermediate_size // 2)
+    export.write(folder / "drafter", build(shape, "random", 0).state_dict(), shape, target, dtype="float32")
+
+
 def _target(folder: Path) -> Path:
     shutil.copytree(folder / "target", folder / "broken", dirs_exist_ok=True)
     return folder / "broken"
@@ -100,6 +124,18 @@ WRONG = {
         ("drafter.init={}/drafter",),
         ("holds a drafter of 2 layers", "this run's has 1"),
         lambda f: _drafter(f, layers=2),
+    ),
+    "a drafter whose weights are cut short": Wrong(
+        ("drafter.init={}/drafter",), ("drafter.init", "model.safetensors", "damaged"), _cut_drafter
+    ),
+    "a drafter without its weights": Wrong(
+        ("drafter.init={}/drafter",), ("drafter.init", "safetensors"), _drafter_without_weights
+    ),
+    "a drafter with narrower layers": Wrong(
+        ("drafter.init={}/drafter",), ("drafter.init", "not of this run's drafter"), _narrower_drafter
+    ),
+    "a drafter whose configuration is no JSON": Wrong(
+        ("drafter.init={}/drafter",), ("drafter.init", "config.json"), _drafter_without_config
     ),
     "an empty file": Wrong(("data.train={}/empty.jsonl", "data.held_out=[]"), ("no rows",), _write("empty.jsonl")),
     "nothing supervised": Wrong(
@@ -209,3 +245,13 @@ def test_a_resumed_run_whose_data_is_gone_stops_at_once(world: Path, capfd: pyte
     assert cli.main([*words, "training.steps=9", "--resume"]) == 2
     assert capfd.readouterr().err.startswith("error: no data at ")
     assert (world / "runs" / "resumed" / "metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.parametrize("prepare", [_cut_drafter, _drafter_without_weights, _narrower_drafter])
+def test_a_drafter_that_cannot_be_continued_is_refused_before_the_data_is_looked_at(
+    prepare: Callable[[Path], None], world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(world)
+    words = ["train", str(world / "run.toml"), f"drafter.init={world}/drafter", f"data.train={world}/none.jsonl"]
+    assert cli.main(words) == 2
+    assert capfd.readouterr().err.startswith("error: drafter.init = ")

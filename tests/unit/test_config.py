@@ -1,6 +1,8 @@
 """Configuration: strict, and dumped so that it comes back equal."""
 
+import ast
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -111,3 +113,31 @@ def test_the_manual_names_every_key_and_its_default() -> None:
             plain = list(field.default) if isinstance(field.default, tuple) else field.default
             shown = '""' if plain == "" else str(plain).lower() if isinstance(plain, bool) else str(plain)
             assert row[-2] == f"`{shown}`", (section, field.name)
+
+
+def test_the_manual_says_of_every_key_what_its_docstring_says() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
+    said = _docstrings(ast.parse(Path(config.__file__).read_text(encoding="utf-8")))
+    for section, kind in get_type_hints(config.Config).items():
+        part = page.split(f"## [{section}]")[1].split("\n## ")[0]
+        rows = [line for line in part.splitlines() if line.startswith("| `")]
+        for row, field in zip(rows, dataclasses.fields(kind), strict=True):
+            words = said.get((kind.__name__, field.name), "")
+            assert words, f"{section}.{field.name} has no docstring"
+            assert f"| {words}" in row, (section, field.name)
+
+
+def _docstrings(tree: ast.Module) -> dict[tuple[str, str], str]:
+    """The string below each field of each class, on one line."""
+    found = {}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, below in itertools.pairwise(kind.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                assert isinstance(field.target, ast.Name)
+                found[kind.name, field.target.id] = " ".join(str(below.value.value).split())
+    return found

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from paceline.doctor.diagnosis import Seen, diagnose, seen_from
+from paceline.config import Config, TrainingConfig, dump
+from paceline.doctor.diagnosis import Left, Seen, diagnose, left_from, seen_from
 from paceline.doctor.findings import Finding, Level
+from paceline.doctor.travel import workers
 
 NOW = 1000.0
 
@@ -27,6 +32,10 @@ def worker(
 
 def absent(rank: int, state: Any, **known: Any) -> Seen:
     return Seen(rank, state, NOW, host="a", pid=100 + rank, **known)
+
+
+def ended(rank: int, step: int = 3, phase: str = "end", state: Any = "ended") -> Seen:
+    return absent(rank, state, heartbeat={"pid": 100 + rank, "step": step, "phase": phase, "time": NOW - 9})
 
 
 def serious(*workers: Seen) -> list[Finding]:
@@ -179,3 +188,87 @@ def test_seen_from_keeps_what_the_traveller_found() -> None:
     stopped, answered = seen_from(facts)
     assert (stopped.state, stopped.letter, stopped.now) == ("stopped", "T", NOW)
     assert answered.now == NOW - 1
+
+
+LEFT = Left("/runs/a", step=3, total=3, evaluations=((0, 1.2), (2, 2.1), (3, 1.9)))
+
+
+def test_a_run_that_ended_well_has_finished() -> None:
+    (found,) = diagnose([ended(0), ended(1)], LEFT)
+    assert (found.level, found.what, found.value) == (Level.OK, "finished", "3 of 3 steps, τ 2.10 (best at step 2)")
+    (by_epochs,) = diagnose([ended(0)], replace(LEFT, total=0, evaluations=()))
+    assert by_epochs.value == "3 of 3 steps"
+
+
+def test_a_finished_worker_whose_pid_is_another_process_now() -> None:
+    (found,) = diagnose([ended(0, state="unopened")], LEFT)
+    assert found.what == "finished"
+
+
+def test_a_warm_up_alone_is_no_finished_run() -> None:
+    for left in (Left("/runs/a"), replace(LEFT, step=2), replace(LEFT, total=0)):
+        (found,) = diagnose([ended(0, step=0)], left)
+        assert (found.level, found.what) == (Level.OK, "all workers have ended well")
+
+
+def test_a_worker_that_ended_before_its_run_is_an_error() -> None:
+    (found,) = serious(ended(0, phase="train"))
+    assert found.what == "the worker is gone"
+    assert "before the run did" in found.value
+
+
+def test_of_a_single_worker_no_others_wait() -> None:
+    for alone in (absent(0, "gone"), ended(0, phase="train"), absent(0, "stopped", letter="T")):
+        (found,) = serious(alone)
+        assert "others" not in found.why
+    (found,) = serious(absent(0, "gone"), worker(1))
+    assert "the others wait" in found.why
+    assert all("others" not in one.why for one in serious(absent(0, "gone"), absent(1, "gone")))
+
+
+def test_only_files_that_exist_are_named() -> None:
+    (found,) = serious(absent(0, "gone"))
+    assert "terminal" in found.remedy
+    assert "logs/" not in found.remedy
+    assert "stacks/" not in found.remedy
+    words = ("logs/rank-0.log", "logs/rank-10.log", "stacks/rank-0.txt")
+    (found,) = diagnose([absent(0, "gone")], replace(LEFT, words=words))
+    assert "/runs/a/logs/rank-0.log" in found.remedy
+    assert "/runs/a/stacks/rank-0.txt" in found.remedy
+    assert "terminal" not in found.remedy
+    assert "rank-10" not in found.remedy
+
+
+def test_the_way_on_depends_on_a_whole_checkpoint() -> None:
+    (found,) = diagnose([absent(0, "gone")], LEFT)
+    assert "start again" in found.remedy
+    assert "--resume" not in found.remedy
+    (found,) = diagnose([absent(0, "gone")], replace(LEFT, checkpoint=2))
+    assert "paceline train /runs/a/config.toml --resume" in found.remedy
+
+
+def test_what_a_run_left_is_read_from_its_folder(tmp_path: Path) -> None:
+    records = [
+        {"event": "evaluation", "step": 0, "tau": 1.5},
+        {"event": "step", "step": 1, "loss": 1.0},
+        {"event": "step", "step": 2, "loss": 1.0},
+        {"event": "evaluation", "step": 2, "tau": 2.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + '{"event": "st')
+    chosen = Config(training=TrainingConfig(steps=7, epochs=2.0))
+    (tmp_path / "config.toml").write_text(dump(chosen))
+    for name, whole in (("step-1", True), ("step-2", False), ("step-2.partial", True)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if whole:
+            (tmp_path / "checkpoints" / name / "whole.json").write_text("{}")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-1.log").write_text("died")
+    (tmp_path / "logs" / "rank-2.log").write_text("")
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank-0.signal.txt").write_text("Thread")
+    left = left_from(workers.main({"folder": str(tmp_path), "timeout": 1}))
+    assert left == Left(str(tmp_path), 2, 7, ((0, 1.5), (2, 2.5)), 1, ("logs/rank-1.log", "stacks/rank-0.signal.txt"))
+
+
+def test_an_empty_run_folder_has_left_nothing(tmp_path: Path) -> None:
+    assert left_from(workers.main({"folder": str(tmp_path), "timeout": 1})) == Left(str(tmp_path))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.config import Config, LaunchConfig, TargetConfig, TopologyConfig
 from paceline.errors import UserError
+from paceline.launch import worker
 from paceline.launch.failures import Failure, ended_by, failure_of, first_of, read_failures, write_failure
 from paceline.launch.places import choose_device, cores_of, visible_gpus, workers_wanted
 from paceline.launch.watch import STARTING_SECONDS, Limits, stalled
@@ -173,3 +174,12 @@ def test_a_worker_knows_where_its_time_went(tmp_path: Path, monkeypatch: pytest.
         now[0] += seconds
     assert beat.spent() == {"imports": 4.0, "start": 0.0, "load": 4.0, "warm-up": 20.0, "train": 0.5}
     beat.close()
+
+
+def test_a_good_end_keeps_role_and_last_step(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, 0, "drafter 0")
+    beat.beat("save", 12)
+    beat.close()
+    worker._say_ended(tmp_path, 0)
+    (found,) = read_beats(tmp_path).values()
+    assert (found.phase, found.step, found.role) == ("end", 12, "drafter 0")

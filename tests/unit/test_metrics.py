@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
-from paceline.training.metrics import Delayed, MetricsFile, read_metrics
+from paceline.training import metrics
+from paceline.training.metrics import Clock, Delayed, MetricsFile, read_metrics
 
 
 def test_a_resumed_run_drops_what_came_after_its_step(tmp_path: Path) -> None:
@@ -45,3 +47,16 @@ def test_each_step_is_delivered_once_and_one_later() -> None:
     delayed.flush()
     delayed.flush()
     assert seen == [(1, [1.0]), (2, [2.0])]
+
+
+def test_what_lies_between_steps_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 102.0, 103.5, 200.0, 201.0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(times))
+    clock = Clock()
+    clock.start()  # 100: whatever came before it does not count
+    assert clock.lap() == 2.0
+    clock.start()  # the clock runs: the second step began when the first one ended
+    assert clock.lap() == 1.5
+    clock.stop()  # an evaluation
+    clock.start()
+    assert clock.lap() == 1.0

@@ -13,7 +13,7 @@ from rich.console import Console
 from paceline.doctor import foreign, render, trials
 from paceline.doctor.chain import Layer, parse
 from paceline.doctor.checks import fx, judge
-from paceline.doctor.diagnosis import Seen, diagnose, seen_from
+from paceline.doctor.diagnosis import Seen, diagnose, left_from, seen_from
 from paceline.doctor.findings import Finding, exit_code, info
 from paceline.doctor.remote import Place, gather, stream
 from paceline.errors import UserError
@@ -126,7 +126,7 @@ def _ask_run(report: _Report, place: Place, options: DoctorOptions) -> None:
         raise UserError(f"{facts['folder']} is no folder on {facts['host']}", "give the run's own folder (runs/NAME)")
     report.title += f" · {facts['folder']} on {facts['host']}"
     report.workers = seen_from(facts)
-    report.findings += diagnose(report.workers)
+    report.findings += diagnose(report.workers, left_from(facts))
 
 
 def _ask_process(report: _Report, place: Place, options: DoctorOptions) -> None:

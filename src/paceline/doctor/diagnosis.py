@@ -63,6 +63,15 @@ class Seen:
         return step if isinstance(step, int) else None
 
     @property
+    def finished(self) -> bool:
+        """Whether it said that its part of the run ended well. Its pid may be another process's by now."""
+        return self.state in ("ended", "unopened", "elsewhere") and self.heartbeat.get("phase") == "end"
+
+    @property
+    def is_there(self) -> bool:
+        return not self.finished and self.state not in ("gone", "ended")
+
+    @property
     def seconds_in_phase(self) -> float:
         since = self.status.get("since")
         return max(0.0, self.now - since) if isinstance(since, (int, float)) else 0.0
@@ -71,6 +80,52 @@ class Seen:
     def threads(self) -> list[stacks.Thread]:
         threads = self.answer.get("threads")
         return stacks.parse(threads) if isinstance(threads, list) else []
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run has left in its folder.
+
+    `step`: the last in its metrics. `total`: steps that its configuration asks for, 0 where epochs decide.
+    `evaluations`: (step, τ). `checkpoint`: step of the newest whole one. `words`: its
+    logs and stacks that are not empty, below the folder.
+    """
+
+    folder: str = ""
+    step: int | None = None
+    total: int = 0
+    evaluations: tuple[tuple[int, float], ...] = ()
+    checkpoint: int | None = None
+    words: tuple[str, ...] = ()
+
+    def words_of(self, rank: int) -> str:
+        """Where this rank's last words are: only files that exist are named."""
+        found = [f"{self.folder}/{path}" for path in self.words if f"rank-{rank}." in path]
+        here = (
+            [] if any("logs/" in path for path in found) else ["what it printed where it was started (terminal, job)"]
+        )
+        return f"read the end of {', '.join([*here, *found])}"
+
+    @property
+    def way_on(self) -> str:
+        """How the run goes on when its cause is mended."""
+        if self.checkpoint is not None:
+            command = f"paceline train {self.folder}/config.toml --resume"
+            return f"go on from step {self.checkpoint}: {command} (in the directory where it was started)"
+        return f"start again: there is no whole checkpoint yet, so remove {self.folder} or choose another run.name"
+
+
+def left_from(facts: dict[str, Any]) -> Left:
+    """The same traveller's `left`."""
+    left = facts["left"]
+    return Left(
+        folder=left["folder"],
+        step=left["step"],
+        total=left["total"],
+        evaluations=tuple((step, tau) for step, tau in left["evaluations"]),
+        checkpoint=left["checkpoint"],
+        words=tuple(left["words"]),
+    )
 
 
 def seen_from(facts: dict[str, Any]) -> list[Seen]:
@@ -93,8 +148,9 @@ def seen_from(facts: dict[str, Any]) -> list[Seen]:
     ]
 
 
-def diagnose(workers: Sequence[Seen]) -> list[Finding]:
+def diagnose(workers: Sequence[Seen], left: Left | None = None) -> list[Finding]:
     """What is wrong with a run, the cause before its consequences; one OK finding if nothing is."""
+    left = left or Left()
     if not workers:
         return [
             error(
@@ -105,7 +161,9 @@ def diagnose(workers: Sequence[Seen]) -> list[Finding]:
                 "give the run's own folder (runs/NAME), on the host where it runs",
             )
         ]
-    missing = [finding for worker in workers for finding in _absence(worker)]
+    if all(worker.finished for worker in workers):
+        return [_finished(workers, left)]
+    missing = [finding for worker in workers for finding in _absence(worker, workers, left)]
     waiting = _waits(workers)
     inside = [finding for worker in workers for finding in _inside(worker)]
     found = [*missing, *waiting, *inside]
@@ -117,39 +175,46 @@ def diagnose(workers: Sequence[Seen]) -> list[Finding]:
 # -- workers that do not answer --------------------------------------------------------------------------------------
 
 
-def _absence(worker: Seen) -> list[Finding]:
+def _absence(worker: Seen, workers: Sequence[Seen], left: Left) -> list[Finding]:
     last = _last_heard(worker)
-    if worker.state == "gone":
-        return [
-            error(
-                worker.name,
-                "the worker is gone",
-                f"pid {worker.pid} has ended without closing its socket{last}",
-                "the others wait for it until their time-out",
-                "read the end of its log; where it says nothing, look for the OOM killer (dmesg | grep -i oom)",
-            )
-        ]
+    if worker.finished:
+        return [info(worker.name, "has ended well", f"pid {worker.pid}{last}")]
+    others_wait = any(other.is_there for other in workers if other is not worker)
+    if worker.state in ("gone", "ended"):
+        return [_end(worker, left, others_wait, last)]
     if worker.state == "stopped":
-        tracer = f", traced by pid {worker.traced_by}" if worker.traced_by else ""
-        remedy = f"end the debugger (pid {worker.traced_by})" if worker.traced_by else f"kill -CONT {worker.pid}"
-        return [
-            error(
-                worker.name,
-                "the worker is stopped",
-                f"pid {worker.pid} is in state {worker.letter} (a stop signal or a debugger){tracer}{last}",
-                "it does nothing, and the others wait for it",
-                remedy,
-            )
-        ]
+        return [_stop(worker, others_wait, last)]
     if worker.state == "silent":
         return [_silence(worker, last)]
     if worker.state == "elsewhere":
         return [
             info(worker.name, "runs on another host", worker.host, remedy=f"ask there: --through 'ssh {worker.host}'")
         ]
-    if worker.state == "unopened":
-        return [info(worker.name, "has no socket", f"pid {worker.pid}{last}", "it is starting, or could not open one")]
-    return [info(worker.name, "has ended", f"pid {worker.pid}{last}")] if worker.state == "ended" else []
+    unopened = info(worker.name, "has no socket", f"pid {worker.pid}{last}", "it is starting, or could not open one")
+    return [unopened] if worker.state == "unopened" else []
+
+
+def _end(worker: Seen, left: Left, others_wait: bool, last: str) -> Finding:
+    how = "without closing its socket" if worker.state == "gone" else "before the run did"
+    return error(
+        worker.name,
+        "the worker is gone",
+        f"pid {worker.pid} has ended {how}{last}",
+        "the others wait for it until their time-out" if others_wait else "no worker is left, so the run stands still",
+        f"{left.words_of(worker.rank)}; where it says nothing, look for the OOM killer (dmesg | grep -i oom); "
+        f"then {left.way_on}",
+    )
+
+
+def _stop(worker: Seen, others_wait: bool, last: str) -> Finding:
+    tracer = f", traced by pid {worker.traced_by}" if worker.traced_by else ""
+    return error(
+        worker.name,
+        "the worker is stopped",
+        f"pid {worker.pid} is in state {worker.letter} (a stop signal or a debugger){tracer}{last}",
+        "it does nothing, and the others wait for it" if others_wait else "it does nothing",
+        f"end the debugger (pid {worker.traced_by})" if worker.traced_by else f"kill -CONT {worker.pid}",
+    )
 
 
 def _silence(worker: Seen, last: str) -> Finding:
@@ -246,7 +311,7 @@ def _wait(root: tuple[int, ...], waiting: list[Seen], by_rank: dict[int, Seen]) 
             "waits for a rank that is not here",
             lines,
             f"rank {last} left no trace in this folder",
-            "see whether it started: its log, its host",
+            f"see whether it started: logs/rank-{last}.log of this folder, where there is one, and its host",
         )
     doing, level = _doing(culprit)
     make = {Level.ERROR: error, Level.WARNING: warning}.get(level)
@@ -352,6 +417,19 @@ def _recompiles(worker: Seen) -> list[Finding]:
             "make the shape that changes a constant of the run",
         )
     ]
+
+
+def _finished(workers: Sequence[Seen], left: Left) -> Finding:
+    """What a run that ended well gave. A warm-up alone ends well too, and has made no step of a run."""
+    step = left.step or 0
+    reached = max((worker.step or 0 for worker in workers), default=0)
+    if step < (left.total or 1) or reached < step:
+        return ok("run", "all workers have ended well", f"the last step in metrics.jsonl is {step}")
+    measured = ""
+    if left.evaluations:
+        best, tau = max(left.evaluations, key=lambda one: (one[1], -one[0]))
+        measured = f", τ {tau:.2f} (best at step {best})"
+    return ok("run", "finished", f"{step} of {max(step, left.total)} steps{measured}")
 
 
 def _all_well(workers: Sequence[Seen]) -> Finding:

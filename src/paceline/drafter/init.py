@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -85,6 +86,15 @@ def _mean_context(drafter: Drafter, target: Weights, sources: list[int]) -> None
         drafter.hidden_norm.weight.copy_(torch.stack(found).mean(dim=0))
 
 
+@contextlib.contextmanager
+def naming_init(folder: Path) -> Iterator[None]:
+    """A UserError about the folder that comes out of the block names the key that chose it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"drafter.init = {str(folder)!r}: {error.what}", error.remedy) from None
+
+
 def check_continues(folder: Path, theirs: DrafterShape, mine: DrafterShape) -> None:
     """Raise UserError where a folder's drafter is not of the shape that is to be continued."""
     if (theirs.layers, theirs.hidden_size) != (mine.layers, mine.hidden_size):
@@ -104,12 +114,17 @@ def check_continues(folder: Path, theirs: DrafterShape, mine: DrafterShape) -> N
 _OTHER_SHAPE = "set drafter.layers and the target to those it was trained with, or use init = 'target'"
 
 
-def _continue_from(drafter: Drafter, folder: Path, read: Read) -> None:
-    shape, state = read(folder)
-    check_continues(folder, shape, drafter.shape)
-    mine = drafter.state_dict()
-    wrong = [name for name in mine if name not in state or state[name].shape != mine[name].shape]
-    if wrong or len(state) != len(mine):
-        first = wrong[0] if wrong else min(state.keys() - mine.keys())
+def check_weights(folder: Path, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    """Raise UserError where a folder's tensors are not those of the drafter that is to be continued."""
+    wrong = [name for name in mine if name not in theirs or theirs[name].shape != mine[name].shape]
+    if wrong or len(theirs) != len(mine):
+        first = wrong[0] if wrong else min(theirs.keys() - mine.keys())
         raise UserError(f"drafter.init = {str(folder)!r}: {first} is not of this run's drafter", _OTHER_SHAPE)
+
+
+def _continue_from(drafter: Drafter, folder: Path, read: Read) -> None:
+    with naming_init(folder):
+        shape, state = read(folder)
+    check_continues(folder, shape, drafter.shape)
+    check_weights(folder, state, drafter.state_dict())
     drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})

@@ -23,7 +23,7 @@ from paceline.errors import UserError
 from paceline.launch.failures import Failure, failure_of, write_failure
 from paceline.launch.places import choose_device, settle_on_cores, visible_gpus
 from paceline.launch.stacks import answer_signal
-from paceline.pipeline.heartbeat import Heartbeat
+from paceline.pipeline.heartbeat import Heartbeat, read_beats
 from paceline.pipeline.process import World
 
 Program = Callable[[Config, World, bool], int]
@@ -99,8 +99,9 @@ def run_here(config: Config, world: World, run_folder: Path, program: Callable[[
 
 
 def _say_ended(run_folder: Path, rank: int) -> None:
-    beat = Heartbeat(run_folder, rank, "worker")
-    beat.beat("end", 0)
+    last = read_beats(run_folder).get(rank)
+    beat = Heartbeat(run_folder, rank, last.role if last else "worker")
+    beat.beat("end", last.step if last else 0)
     beat.close()
 
 

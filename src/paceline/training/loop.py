@@ -26,9 +26,8 @@ def train(config: Config, world: World, resume: bool = False) -> int:
         target = load_target(run) if run.role.target is not None else None
         learner = make_learner(run, target) if run.role.drafter is not None else None
         watch = warm_worker(run, learner, target)
-        if target is not None:
-            with watch.explain(run.schedule.start):
-                target = with_feature_cache(run, target)
+        with watch.explain(run.schedule.start):
+            target = with_feature_cache(run, target)
         link = _open_link(run) if run.topology.kind == "split" else None
         if learner is None:
             assert link is not None
@@ -66,6 +65,7 @@ def fit(run: Run, learner: Learner, source: FeatureSource, watch: Watch, target:
         say_start(run)
         while step < run.total:
             run.heartbeat.beat("train", step)
+            tally.start()
             with watch.explain(step):
                 for batch in source.global_batch(step):
                     sums = learner.objective.sums(batch)

@@ -110,16 +110,22 @@ class Delayed:
 
 
 class Clock:
-    """Seconds and tokens between two marks."""
+    """Seconds from step to step. What lies between `stop` and `start` belongs to no step: an evaluation, say."""
 
     def __init__(self) -> None:
-        self.started = self._last = time.monotonic()
+        self._last: float | None = None
+
+    def start(self) -> None:
+        """A step begins: its time is counted from here, or from the end of the one before it."""
+        if self._last is None:
+            self._last = time.monotonic()
 
     def lap(self) -> float:
+        """Seconds since the last lap or start; the next step's are counted from now."""
         now = time.monotonic()
+        assert self._last is not None, "a lap without a start"
         seconds, self._last = now - self._last, now
         return seconds
 
-    @property
-    def total(self) -> float:
-        return time.monotonic() - self.started
+    def stop(self) -> None:
+        self._last = None

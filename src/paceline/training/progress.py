@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -33,7 +34,25 @@ def step_words(record: dict[str, Any]) -> str:
 def evaluation_words(record: dict[str, Any]) -> str:
     slots = " ".join(f"{share:.0%}" for share in record["by_slot"][:6])
     words = f"held-out τ {record['tau']:.3f} (accepted {record['accepted']:.3f} + 1 bonus)  reached by slot: {slots}"
-    return words + (f"  labels on-policy {record['agreement']:.0%}" if record.get("agreement") is not None else "")
+    return words + (f"  agreement {record['agreement']:.0%}" if record.get("agreement") is not None else "")
+
+
+def closing_words(folder: Path, records: list[dict[str, Any]]) -> list[str]:
+    """What a run that has ended gave: its drafters, each with its step and τ, and whether training was worth it."""
+    found = [record for record in records if record["event"] == "evaluation"]
+    if not found:
+        return [f"drafter: {folder / 'last'} (nothing was held out, so no τ); report: {folder / 'report.html'}"]
+    best, last = max(found, key=lambda record: record["tau"]), found[-1]  # the first of equals, as it was kept
+    lines = [
+        f"drafter: {folder / 'best'} (best held-out τ {best['tau']:.3f}, step {best['step']}) and {folder / 'last'} "
+        f"(τ {last['tau']:.3f}, step {last['step']}); report: {folder / 'report.html'}"
+    ]
+    if best["step"] == 0 and last["step"] > 0:
+        lines.append(
+            "training did not improve on what it started from: best is the drafter of step 0, untouched. "
+            "Try a lower training.learning_rate (a tenth, say) with a warm-up, or more steps"
+        )
+    return lines
 
 
 class PlainView:
@@ -42,16 +61,18 @@ class PlainView:
     def __init__(self, total: int, seconds: float = 10.0) -> None:
         self._total, self._seconds = total, seconds
         self._next = 0.0
-        self._started = time.monotonic()
-        self._first: int | None = None
+        self._begun: tuple[int, float] | None = None
+        """The step that was done when the first one of this start began, and the time then."""
 
     def step(self, record: dict[str, Any]) -> None:
         step, now = record["step"], time.monotonic()
-        self._first = step - 1 if self._first is None else self._first
+        if self._begun is None:
+            self._begun = step - 1, now - record["seconds"]
+        first, started = self._begun
         if now < self._next and step != self._total:
             return
         self._next = now + self._seconds
-        left = (now - self._started) / (step - self._first) * (self._total - step)
+        left = (now - started) / (step - first) * (self._total - step)
         self.say(f"step {step}/{self._total}  {step_words(record)}  {_clock(left)} left")
 
     def evaluation(self, record: dict[str, Any]) -> None:

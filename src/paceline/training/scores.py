@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from paceline import export
 from paceline.batches import EvaluationBatch
 from paceline.evaluation.acceptance import Acceptance, agreement_of, exact_tau
 from paceline.export import CardFacts, TauRow
+from paceline.export.command import target_revision
 from paceline.pipeline.source import FeatureSource
 from paceline.training.metrics import MetricsFile, TensorBoardView
 from paceline.training.parts import Learner, drafter_dtype
@@ -90,8 +92,9 @@ class Scores:
     def _warn_off_policy(self, share: float) -> None:
         if share < _LOW_AGREEMENT:
             self._view.say(
-                f"warning: only {share:.0%} of held-out answer tokens are what the target itself would write; "
-                "drafters trained on others' answers accept little. `paceline regenerate` writes the target's own."
+                f"warning: low agreement: only {share:.0%} of held-out answer tokens are what the target itself would "
+                "write; drafters trained on others' answers accept little. `paceline regenerate` writes the target's "
+                "own."
             )
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -117,17 +120,33 @@ class Scores:
         )
         return masters
 
+    @cached_property
+    def _target_revision(self) -> str:
+        """Computed once, for a fingerprint reads the target's files."""
+        return target_revision(self._run.config.target)
+
     def _card(self, step: int) -> CardFacts:
         config = self._run.config
         return CardFacts(
             target=self._run.setup.target.name,
-            target_revision=config.target.revision,
-            data=config.data.train,
-            settings=configuration.dump(config),
+            target_revision=self._target_revision,
+            data=config.data.train if step else (),
+            settings=configuration.dump(config) if step else "",
             results=_rows(self._last) if self._last is not None else (),
             measured=f"exact τ on held-out answers after {step} steps, greedy, target in this run's dtype",
             version=paceline.__version__,
+            notes=origin_notes(config.drafter.init, step),
         )
+
+
+def origin_notes(init: str, step: int) -> tuple[str, ...]:
+    """What a drafter's card says of where its weights come from. At step 0 this run has trained nothing."""
+    if init in ("random", "target"):
+        begun = "random weights" if init == "random" else "layers copied from the target"
+        return () if step else (f"untrained: {begun}, before any step",)
+    if step:
+        return (f"continued from `{init}`",)
+    return (f"the weights of `{init}` as they were: no step of training was added; its own card says how it was made",)
 
 
 def walked(accepts: Sequence[Tensor], held_out: Sequence[EvaluationBatch], agreement: Sequence[Tensor]) -> Acceptance:

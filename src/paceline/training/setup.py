@@ -15,7 +15,8 @@ from paceline.batches import BatchShape, TokenBatch
 from paceline.config import Config, default_gamma
 from paceline.data.corpus import build_corpus
 from paceline.data.stream import Stream
-from paceline.drafter.init import check_continues
+from paceline.drafter.init import check_continues, check_weights, naming_init
+from paceline.drafter.model import Drafter
 from paceline.drafter.sizes import shape_for
 from paceline.errors import UserError
 from paceline.shapes import DrafterShape, TargetShape
@@ -75,7 +76,7 @@ def preflight(config: Config, *, claims: bool = True) -> None:
         refuse_used_folder(folder)
     setup = set_up(config)
     if claims:
-        check_init(setup)
+        check_init(setup, weights=True)
     corpus = build_corpus(
         config.data,
         setup.tokenizer,
@@ -95,8 +96,8 @@ def refuse_used_folder(folder: Path) -> None:
         )
 
 
-def check_init(setup: Setup) -> None:
-    """Raise UserError where `drafter.init` cannot be what this run's drafter starts from."""
+def check_init(setup: Setup, *, weights: bool = False) -> None:
+    """Raise UserError where `drafter.init` cannot be what this run's drafter starts from; `weights` reads them too."""
     init = setup.config.drafter.init
     if init in ("random", "target"):
         return
@@ -105,8 +106,15 @@ def check_init(setup: Setup) -> None:
         raise UserError(
             f"drafter.init = {init!r} is neither random, nor target, nor a folder", "give a drafter's folder"
         )
-    shape, _ = export.read_shape(folder)
+    with naming_init(folder):
+        shape, _ = export.read_shape(folder)
     check_continues(folder, shape, setup.drafter)
+    if weights:
+        with naming_init(folder):
+            _, state = export.read(folder)
+        with torch.device("meta"):
+            mine = Drafter(setup.drafter).state_dict()
+        check_weights(folder, state, mine)
 
 
 def _silent(_: str) -> None:

@@ -34,6 +34,10 @@ class Tally:
         self._sums: Tensor | None = None
         self._tokens = 0
 
+    def start(self) -> None:
+        """A step begins."""
+        self._clock.start()
+
     def add(self, tokens: TokenBatch, sums: Sums) -> None:
         """[loss, weight, correct per slot, labels per slot, which batches have a loss that is not finite] of one."""
         loss = sums.loss.detach().float()[None]
@@ -64,7 +68,7 @@ class Tally:
     def flush(self) -> None:
         """Deliver the last step now; what follows is no part of a step's time."""
         self._delayed.flush()
-        self._clock.lap()
+        self._clock.stop()
 
     def _deliver(self, step: int, values: list[float], facts: dict[str, Any]) -> None:
         block = self._block

@@ -27,7 +27,65 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
     ranks = sorted({*_ranks(os.path.join(folder, "live")), *_ranks(os.path.join(folder, "heartbeat"))})
     with concurrent.futures.ThreadPoolExecutor(max(1, len(ranks))) as pool:
         seen = list(pool.map(lambda rank: look_at(folder, rank, timeout), ranks))
-    return {"folder": os.path.abspath(folder), "host": socket.gethostname(), "time": time.time(), "workers": seen}
+    return {
+        "folder": os.path.abspath(folder),
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "workers": seen,
+        "left": left_in(os.path.abspath(folder)),
+    }
+
+
+def left_in(folder: str) -> dict[str, Any]:
+    """What the run has left in its folder: how far it came, what it measured, where its own words are."""
+    step, evaluations = _progress(os.path.join(folder, "metrics.jsonl"))
+    return {
+        "folder": folder,
+        "step": step,
+        "total": _steps_wanted(read(os.path.join(folder, "config.toml"))),
+        "evaluations": evaluations,
+        "checkpoint": max(_whole_checkpoints(os.path.join(folder, "checkpoints")), default=None),
+        "words": [
+            *_filled(folder, "logs", r"rank-\d+\.log$"),
+            *_filled(folder, "stacks", r"rank-\d+(\.signal)?\.txt$"),
+        ],
+    }
+
+
+def _progress(path: str) -> tuple[int | None, list[list[float]]]:
+    """The last step, and [step, tau] of each evaluation."""
+    step, evaluations = None, []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                record = attempt(lambda line=line: json.loads(line), ValueError) or {}
+                if record.get("event") == "step":
+                    step = record.get("step")
+                elif record.get("event") == "evaluation":
+                    evaluations.append([record.get("step"), record.get("tau")])
+    except OSError:
+        pass
+    return step, evaluations
+
+
+def _steps_wanted(config: str) -> int:
+    """`training.steps` of the run's configuration; 0 where its epochs decide."""
+    section = config.partition("[training]")[2].partition("\n[")[0]
+    found = re.search(r"^steps = (\d+)", section, re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
+def _whole_checkpoints(folder: str) -> list[int]:
+    names = (re.match(r"step-(\d+)$", name) for name in attempt(lambda: os.listdir(folder)) or [])
+    whole = (name for name in names if name and os.path.exists(os.path.join(folder, name.group(0), "whole.json")))
+    return [int(name.group(1)) for name in whole]
+
+
+def _filled(folder: str, inside: str, pattern: str) -> list[str]:
+    """Files of that name that are not empty, as paths below the run's folder."""
+    names = sorted(attempt(lambda: os.listdir(os.path.join(folder, inside))) or [])
+    paths = [os.path.join(inside, name) for name in names if re.match(pattern, name)]
+    return [path for path in paths if os.path.getsize(os.path.join(folder, path))]
 
 
 def _ranks(folder: str) -> list[int]:
