@@ -68,6 +68,20 @@ def test_export_verify_import(world, layout: str, capsys: pytest.CaptureFixture[
     assert ("sglang" in card) == (layout == "dflash")
 
 
+def test_an_export_says_what_it_took_and_what_it_replaced(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place, *_ = world
+    options = ExportOptions(str(place / "run"), str(tmp_path / "out"))
+    assert run_export(options) == 0
+    first = capsys.readouterr()
+    assert f"taking {place / 'run' / 'best'}" in first.err
+    assert "replaced" not in first.out
+    assert f"vllm serve {place}" not in first.out
+    assert run_export(dataclasses.replace(options, drafter=str(place / "run" / "best"))) == 0
+    second = capsys.readouterr()
+    assert f"replaced {tmp_path / 'out'}" in second.out
+    assert "taking" not in second.err
+
+
 def test_verify_fails_on_another_template(world, tmp_path: Path):
     place, model, *_ = world
     changed = save_target(model, tmp_path / "target")
@@ -118,8 +132,12 @@ def test_eval_measures_and_writes(world, tmp_path: Path, capsys: pytest.CaptureF
         device="cpu", dtype="float32", out=str(tmp_path / "result.json"),
     )  # fmt: skip
     assert run_eval(options) == 0
-    text = capsys.readouterr().out
-    assert "equal to plain decoding" in text
+    told = capsys.readouterr()
+    assert "equal to plain decoding" in told.out
+    assert told.out.count("batch 3") <= 2, "its speed and its block length, each once"
+    assert "tok/s" not in told.err
+    for word in ("loading the target", "batch 3, with the drafter", "batch 3, without the drafter"):
+        assert word in told.err
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["lossless"] is True
     assert set(found["acceptance"]["by_kind"]) == {"odd", "even"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from paceline.evaluation.decode import Engine
 from paceline.evaluation.prompts import encode, load_prompts
 from paceline.evaluation.report import EncodedPrompt, evaluate, lines
 from paceline.evaluation.sampling import Sampling
-from paceline.evaluation.verify import Check, failed, load_drafter, verify
+from paceline.evaluation.verify import Check, failed, load_drafter, summary, verify
 from paceline.export import files, folder
+from paceline.export.command import find_drafter, say_choice
+from paceline.export.flags import named_by_flags
 from paceline.shapes import DrafterShape
 from paceline.target.describe import load_tokenizer, read_shape
 from paceline.target.source import resolve
@@ -30,7 +33,7 @@ class EvalOptions:
     """Measure a drafter on prompts."""
 
     drafter: str = ""
-    """The drafter's folder (ours, the authors', or the speculators layout)."""
+    """The drafter's folder (ours, the authors', or the speculators layout), or a run's folder."""
     target: str = ""
     """The target's folder, GGUF file or hub id; empty takes the one that the drafter's folder names."""
     prompts: str = "human-eval"
@@ -66,6 +69,7 @@ class VerifyOptions:
     """Check an exported drafter before it is deployed."""
 
     drafter: str
+    """The drafter's folder, or a run's folder."""
     target: str = ""
     """The target's folder, GGUF file or hub id; empty checks the folder alone."""
     device: str = "cpu"
@@ -74,13 +78,17 @@ class VerifyOptions:
 
 def run_verify(options: VerifyOptions) -> int:
     """Print every check; 0 when none failed, else 1."""
-    target = target_config(options.target, options.dtype, options.drafter) if options.target else None
-    checks = verify(options.drafter, target, device=options.device)
+    with named_by_flags(VerifyOptions):
+        device = _device(options.device)
+        _check_dtype(options.dtype)
+        place = find_drafter(Path(options.drafter))
+        say_choice(options.drafter, place)
+        target = target_config(options.target, options.dtype, options.drafter) if options.target else None
+        checks = verify(place, target, device=device)
     for check in checks:
         print(line_of(check))
-    bad = len(failed(checks))
-    print(f"{len(checks)} checks, {bad} failed" if bad else f"{len(checks)} checks passed", file=sys.stderr)
-    return 1 if bad else 0
+    print(summary(checks), file=sys.stderr)
+    return 1 if failed(checks) else 0
 
 
 def line_of(check: Check) -> str:
@@ -88,11 +96,32 @@ def line_of(check: Check) -> str:
 
 
 def run_eval(options: EvalOptions) -> int:
-    """Print the measurement, write it as JSON where asked, and return 0."""
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    if options.endpoint:
-        return _run_endpoint(options, sampling)
-    engine, prompts, shape = prepare(options, sampling)
+    """Print the measurement, write it as JSON where asked, and return 0 (1 when a served τ is not ours)."""
+    with named_by_flags(EvalOptions):
+        sampling = Sampling(options.temperature, options.top_k, options.top_p)
+        _check_ranges(options)
+        return _run_endpoint(options, sampling) if options.endpoint else _run_here(options, sampling)
+
+
+def _check_ranges(options: EvalOptions) -> None:
+    """Refuse by name, before anything is loaded, what could only fail later."""
+    if options.tokens < 1:
+        raise UserError(f"tokens = {options.tokens} decodes nothing", "give at least 1")
+    if options.count < 0:
+        raise UserError(f"count = {options.count} is negative", "use 0 for all prompts")
+    if any(size < 1 for size in options.batches):
+        raise UserError(f"batches = {' '.join(map(str, options.batches))} has one below 1", "give sizes of at least 1")
+    if options.thinking not in ("template", "on", "off"):
+        raise UserError(f"thinking = {options.thinking!r} is not one of template, on, off", "choose one of them")
+
+
+def _run_here(options: EvalOptions, sampling: Sampling) -> int:
+    if not options.drafter:
+        raise UserError("--drafter is missing", "name a drafter's folder, or a running server with --endpoint")
+    place = find_drafter(Path(options.drafter))
+    say_choice(options.drafter, place)
+    options = dataclasses.replace(options, drafter=str(place))
+    engine, prompts, shape = prepare(options, sampling, _say)
     found = evaluate(
         engine,
         prompts,
@@ -100,7 +129,7 @@ def run_eval(options: EvalOptions) -> int:
         end_ids=shape.eos_token_ids,
         batches=options.batches or (1,),
         identity=identity(options),
-        report=lambda line: print(line, file=sys.stderr),
+        report=_say,
     )
     for line in lines(found):
         print(line)
@@ -108,31 +137,54 @@ def run_eval(options: EvalOptions) -> int:
     return 0
 
 
-def prepare(options: EvalOptions, sampling: Sampling) -> tuple[Engine, list[EncodedPrompt], DrafterShape]:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def prepare(
+    options: EvalOptions, sampling: Sampling, report: Callable[[str], None] = lambda _line: None
+) -> tuple[Engine, list[EncodedPrompt], DrafterShape]:
     """Load target, drafter and prompts; the drafter's end ids are the target's."""
     place = Path(options.drafter)
-    shape, tensors = folder.read(place)
     device = torch.device(_device(options.device))
+    graphs = _graphs(options.graphs, device, sampling)
+    shape, tensors = folder.read(place)
     config = target_config(options.target or _named_target(place), options.dtype, options.drafter)
     folder.check_fits(shape, read_shape(config), str(place))
+    chosen = load_prompts(options.prompts, options.count)
+    report(f"loading the target {config.model}")
     body = TransformersTarget.load(config, device, shape.layer_ids)
     shape = dataclasses.replace(shape, eos_token_ids=body.shape.eos_ids or shape.eos_token_ids)
     tokenizer = load_tokenizer(config)
-    chosen = load_prompts(options.prompts, options.count)
     prompts = [EncodedPrompt(tuple(encode(tokenizer, item, options.thinking)), item.kind) for item in chosen]
     drafter = load_drafter(shape, tensors, body.dtype).to(device)
-    graphs = device.type == "cuda" and sampling.greedy if options.graphs == "auto" else options.graphs == "on"
     generator = torch.Generator(device=device).manual_seed(options.seed)
     engine = Engine(body.model, body.ends, drafter, shape, sampling, generator, static=graphs, graphs=graphs)
     return engine, prompts, shape
 
 
 def target_config(target: str, dtype: str, drafter: str) -> TargetConfig:
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise UserError(f"dtype = {dtype!r} is not one of auto, float32, bfloat16", "choose one of them")
+    _check_dtype(dtype)
     if not target:
         raise UserError(f"{drafter} does not say which target it was made for", "name it with --target")
     return TargetConfig(model=target, dtype=dtype)  # type: ignore[arg-type]
+
+
+def _check_dtype(name: str) -> None:
+    if name not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"dtype = {name!r} is not one of auto, float32, bfloat16", "choose one of them")
+
+
+def _graphs(asked: str, device: torch.device, sampling: Sampling) -> bool:
+    possible = device.type == "cuda" and sampling.greedy
+    if asked not in ("auto", "on", "off"):
+        raise UserError(f"graphs = {asked!r} is not one of auto, on, off", "choose one of them")
+    if asked == "on" and not possible:
+        reason = "sampled decoding" if device.type == "cuda" else "a CPU"
+        raise UserError(
+            f"graphs = 'on' is not possible with {reason}: CUDA graphs decode greedily on a GPU", "use --graphs off"
+        )
+    return possible and asked != "off"
 
 
 def _named_target(place: Path) -> str:
@@ -140,10 +192,16 @@ def _named_target(place: Path) -> str:
 
 
 def _device(name: str) -> str:
+    """The device that a flag names. Raises UserError where torch has no such device."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise UserError(f"device = {name!r} is not one of auto, cpu, cuda, cuda:0 …", "choose one of them")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device = {name!r}, but torch sees no GPU", "use --device cpu, or install torch for CUDA")
+    if kind == "cuda" and number and int(number) >= torch.cuda.device_count():
+        raise UserError(f"device = {name!r}, but torch sees {torch.cuda.device_count()} GPUs", "take a lower number")
     return name
 
 

@@ -317,7 +317,7 @@ class DecodingLoop:
         next real step overwrites it. Raises UserError where a step cannot be captured.
         """
         if not self.engine.sampling.greedy or self.device.type != "cuda":
-            raise UserError("CUDA graphs decode greedily on a GPU only", "set graphs off for this run")
+            raise UserError("CUDA graphs decode greedily on a GPU only", "use --graphs off")
         moving = (self.tokens_RC, self.lengths_R, self.done_R, self.committed_R, self.accepted_R)
         kept = [tensor.clone() for tensor in moving]
         with _side_stream():
@@ -339,7 +339,7 @@ class DecodingLoop:
         except RuntimeError as error:
             raise UserError(
                 f"a decoding step of this target cannot be captured in a CUDA graph: {str(error).splitlines()[0]}",
-                "set graphs off; the measured speeds are then those of eager decoding",
+                "use --graphs off; the measured speeds are then those of eager decoding",
             ) from error
         return graph
 

@@ -16,6 +16,9 @@ from paceline.evaluation.decode import Decoded, Engine, Timed, decode
 from paceline.evaluation.predict import Prediction, StepTimes, best_block, speedup, tau_at
 from paceline.evaluation.timing import step_times
 
+ENOUGH_STEPS = 200
+"""Below this many steps, acceptance by slot says too little to advise on, and nothing accepted may be chance."""
+
 CONTEXT_EDGES = (0, 128, 512, 2_048, 8_192, 32_768)
 
 
@@ -82,10 +85,11 @@ def evaluate(
     warm_up(engine, prompts[0].ids, end_ids)
     speeds, first = [], None
     for size in batches:
+        report(f"batch {size}, with the drafter")
         drafted = run_batches(engine, prompts, size, limit, end_ids)
+        report(f"batch {size}, without the drafter")
         plain = run_batches(engine.without_drafter(), prompts, size, limit, end_ids)
         speeds.append(measured_speed(size, drafted, plain))
-        report(f"batch {size}: {speeds[-1].speculative:.1f} tok/s with, {speeds[-1].plain:.1f} without the drafter")
         first = first or (drafted, plain)
     assert first is not None
     answers, reference = _answers(first[0]), _answers(first[1])
@@ -101,6 +105,7 @@ def evaluate(
             f"{differing} of {len(answers)} greedy answers in float32 differ from plain decoding",
             "report this: speculative decoding must be lossless",
         )
+    report("timing the forwards at each block length")
     times = [step_times(engine, size, len(prompts[0].ids)) for size in batches]
     return Evaluation(
         acceptance=acceptance,
@@ -158,7 +163,7 @@ def _refuse_silence(acceptance: Acceptance) -> None:
     if not acceptance.steps:
         raise UserError("every answer ended with its first token, so nothing was drafted", "give other prompts")
     # A drafter that has learnt nothing still hits by chance now and then: nothing at all in many steps is a fault.
-    if acceptance.steps >= 200 and acceptance.accepted_only == 0:
+    if acceptance.steps >= ENOUGH_STEPS and acceptance.accepted_only == 0:
         raise UserError(
             f"the drafter proposed nothing that was accepted in {acceptance.steps} steps",
             "check with `paceline verify` that it belongs to this target",
@@ -191,19 +196,42 @@ def lines(evaluation: Evaluation) -> list[str]:
         f"{s.steps_saved:.0%} of the target's forwards saved"
         for s in evaluation.speeds
     ]
-    best = [
-        f"batch {p.batch}: serve blocks of {p.block} (predicted τ {p.tau:.2f}, {p.speedup:.2f}×)"
-        for p in evaluation.predictions
-    ]
-    same = {None: "sampled", True: "equal to plain decoding", False: f"{evaluation.differing} answers differ"}
+    same = {
+        None: "sampled, so not compared",
+        True: "equal to plain decoding",
+        False: f"{evaluation.differing} answers differ",
+    }
+    interval = f"{found.low:.3f} … {found.high:.3f}" if found.low == found.low else "one answer gives no interval"
     return [
-        f"τ {found.tau_micro:.3f} committed a step ({found.low:.3f} … {found.high:.3f}), "
-        f"accepted drafts {found.accepted_only:.3f}, mean over requests {found.tau_macro:.3f}, {found.steps} steps",
+        f"τ {found.tau_micro:.3f} committed a step ({interval}), "
+        f"accepted drafts {found.accepted_only:.3f} (the rest is the bonus token, which an answer's end may cut), "
+        f"mean over requests {found.tau_macro:.3f}, {found.steps} steps",
         *kinds,
         *contexts,
         f"accepted by slot 1 …: {slots}",
         f"output: {same[evaluation.lossless]}",
         *speeds,
         f"predicted from τ and the forwards' times: {evaluation.predicted_speedup:.2f}×",
-        *best,
+        *_advice(evaluation),
     ]
+
+
+def _advice(evaluation: Evaluation) -> list[str]:
+    """The block length to serve at each batch size, and how where it is not the trained one."""
+    steps = evaluation.acceptance.steps
+    if steps < ENOUGH_STEPS:
+        return [f"block length: {steps} steps are too few to recommend one; measure at least {ENOUGH_STEPS}"]
+    trained = len(evaluation.acceptance.by_slot) + 1
+    return [
+        f"batch {p.batch}: serve blocks of {p.block}{_how(p.block, trained)} "
+        f"(predicted τ {p.tau:.2f}, {p.speedup:.2f}×)"
+        for p in evaluation.predictions
+    ]
+
+
+def _how(block: int, trained: int) -> str:
+    if block == trained:
+        return ", as trained,"
+    return (
+        f" instead of {trained}: vLLM num_speculative_tokens {block - 1}, SGLang --speculative-num-draft-tokens {block}"
+    )

@@ -30,14 +30,17 @@ from paceline.shapes import DrafterShape, TargetShape
 from paceline.target.describe import load_tokenizer, read_shape
 from paceline.target.transformers_body import TransformersTarget
 
-Status = Literal["ok", "note", "fail"]
+Status = Literal["ok", "note", "skip", "fail"]
 
 POSITIONS = (0, 100, 5_000)
+
+OF_THE_TARGET = ("drafter and target", "chat template", "features by exported ids", "target's self-check")
+"""The checks that need the target."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at; a `note` is a limit of an engine that the user should know."""
+    """One thing looked at: a `note` is a limit of an engine that the user should know, a `skip` a check not made."""
 
     name: str
     status: Status
@@ -61,8 +64,8 @@ def verify(
     _, config = folder.read_shape(place)
     checks = [*check_files(place, shape, tensors), *check_engines(config, shape, tensors)]
     if target is None:
-        checks.append(Check("target", "note", "not given: only the folder itself was checked"))
-        return checks + check_numbers(shape, tensors, None, trained)
+        missing = [Check(name, "skip", "not made: no target was given") for name in OF_THE_TARGET]
+        return [*checks, *check_numbers(shape, tensors, None, trained), *missing]
     target_shape = read_shape(target)
     folder.check_fits(shape, target_shape, str(place))
     checks.append(Check("drafter and target", "ok", f"{place.name} fits {target_shape.name}: {_sizes(target_shape)}"))
@@ -76,6 +79,15 @@ def verify(
 
 def _sizes(shape: TargetShape) -> str:
     return f"hidden size {shape.hidden_size}, {shape.layers} layers, vocabulary {shape.vocabulary} with padding"
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """How many checks passed, found a limit of an engine, failed, and were not made."""
+    words = {"ok": "passed", "note": "with a limit of an engine", "fail": "failed", "skip": "not made"}
+    counts = [(sum(check.status == status for check in checks), word) for status, word in words.items()]
+    (passed, word), *others = counts
+    checked = "check" if passed == 1 else "checks"
+    return ", ".join([f"{passed} {checked} {word}", *(f"{count} {word}" for count, word in others if count)])
 
 
 def failed(checks: Sequence[Check]) -> list[Check]:
@@ -154,8 +166,10 @@ def check_engines(config: Mapping[str, Any], shape: DrafterShape, tensors: Mappi
 def check_template(place: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[Check]:
     """The chat template that the drafter was trained with is the target's."""
     noted = folder.read_facts(place).get("template_hash", "")
-    if not noted or tokenizer is None:
-        return [Check("chat template", "note", "the folder does not record one; nothing to compare")]
+    if not noted:
+        return [Check("chat template", "skip", "not made: the drafter's folder does not record one")]
+    if tokenizer is None:
+        return [Check("chat template", "skip", "not made: the target has no tokenizer that can be read")]
     now = folder.template_hash(tokenizer)
     if now == noted:
         return [Check("chat template", "ok", f"hash {noted}")]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from paceline.config import TargetConfig
+from paceline.errors import UserError
 from paceline.shapes import DrafterShape
+from paceline.target.source import resolve
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,18 @@ def render(shape: DrafterShape, facts: CardFacts, name: str, layout: str = "dfla
 
 
 def _head(shape: DrafterShape, facts: CardFacts, name: str) -> list[str]:
-    revision = f" (revision `{facts.target_revision}`)" if facts.target_revision else ""
+    target = target_words(facts.target)
+    word = "fingerprint" if target.local else "revision"
+    revision = f" ({word} `{facts.target_revision}`)" if facts.target_revision else ""
     return [
         "---",
         "tags: [dflash, speculative-decoding, draft-model]",
-        *([] if "/" not in facts.target or facts.target.startswith(("/", ".")) else [f"base_model: {facts.target}"]),
+        *([] if target.local or "/" not in target.name else [f"base_model: {target.name}"]),
         "---",
         "",
         f"# {name}",
         "",
-        f"A DFlash drafter (arXiv 2602.06036) for `{facts.target}`{revision}. It drafts {shape.block_size - 1} tokens "
+        f"A DFlash drafter (arXiv 2602.06036) for `{target.name}`{revision}. It drafts {shape.block_size - 1} tokens "
         f"in one forward; the target verifies them, so what is written stays the target's own.",
         "",
         f"- {shape.layers} layers, hidden size {shape.hidden_size}, block size {shape.block_size}",
@@ -93,13 +99,61 @@ def _interval(row: TauRow) -> str:
 
 
 def _serving(shape: DrafterShape, facts: CardFacts, layout: str) -> list[str]:
-    commands = [("vLLM", vllm_command(shape, facts.target, "."))]
-    if layout == "dflash":
-        commands.append(("SGLang", sglang_command(shape, facts.target, ".")))
-    lines = ["## Serving", ""]
-    for engine, command in commands:
+    target = target_words(facts.target)
+    lines = ["## Serving", "", f"Run inside this folder: `.` is the drafter. {target.explanation}".rstrip(), ""]
+    for engine, command in serving_commands(shape, facts.target, ".", layout):
         lines += [f"{engine}:", "", "```bash", command, "```", ""]
     return lines
+
+
+@dataclass(frozen=True)
+class TargetWords:
+    """How a text that travels speaks of a target; a path of this machine means nothing elsewhere."""
+
+    name: str
+    """The hub id, or the last part of a path."""
+    argument: str
+    """What a serving command is given: the hub id, or TARGET."""
+    local: bool = False
+    gguf: str = ""
+    """The GGUF file's name, where it is one."""
+
+    @property
+    def explanation(self) -> str:
+        """What TARGET stands for; empty for a hub id."""
+        if self.gguf:
+            return (
+                f"TARGET is the folder or hub id of the original model of `{self.gguf}`: vLLM, SGLang and llama.cpp's "
+                "converter want that, not the GGUF file; llama-server takes the path of the GGUF file itself."
+            )
+        return f"TARGET is the folder or hub id of `{self.name}`." if self.local else ""
+
+
+def target_words(target: str) -> TargetWords:
+    """Tell a hub id from a folder and a GGUF file, also where neither lies on this machine."""
+    path = Path(target).expanduser()
+    if path.suffix == ".gguf":
+        return TargetWords(path.name, "TARGET", local=True, gguf=path.name)
+    try:
+        source = resolve(TargetConfig(model=target))
+    except UserError:  # a path of another machine, or a folder that has gone
+        return TargetWords(path.name or target, "TARGET", local=True)
+    if source.folder is None:
+        return TargetWords(source.name, source.name)
+    return TargetWords(
+        path.resolve().name, "TARGET", local=True, gguf=source.gguf_file.name if source.gguf_file else ""
+    )
+
+
+def serving_commands(shape: DrafterShape, target: str, folder: str, layout: str) -> list[tuple[str, str]]:
+    """(engine, command) for every engine that reads this layout; llama.cpp's where the target is its own format."""
+    words = target_words(target)
+    commands = [("vLLM", vllm_command(shape, words.argument, folder))]
+    if layout == "dflash":
+        commands.append(("SGLang", sglang_command(shape, words.argument, folder)))
+    if layout == "dflash" and words.gguf:
+        commands.append(("llama.cpp", llama_cpp_command(shape, words, folder)))
+    return commands
 
 
 def vllm_command(shape: DrafterShape, target: str, folder: str) -> str:
@@ -114,6 +168,16 @@ def sglang_command(shape: DrafterShape, target: str, folder: str) -> str:
         f"python -m sglang.launch_server --model-path {target} \\\n"
         f"  --speculative-algorithm DFLASH --speculative-draft-model-path {folder} \\\n"
         f"  --speculative-num-draft-tokens {shape.block_size} --enable-metrics"
+    )
+
+
+def llama_cpp_command(shape: DrafterShape, target: TargetWords, folder: str) -> str:
+    """llama.cpp counts the drafted tokens, B - 1, and wants the drafter as GGUF."""
+    return (
+        f"python convert_hf_to_gguf.py {folder} --target-model-dir {target.argument} --outtype bf16 "
+        "--outfile drafter.gguf\n"
+        f"llama-server -m {target.gguf} -md drafter.gguf --spec-type draft-dflash \\\n"
+        f"  --spec-draft-n-max {shape.block_size - 1} -fa on --jinja"
     )
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.export import files, folder
-from paceline.export.card import CardFacts, sglang_command, vllm_command
+from paceline.export.card import CardFacts, serving_commands, target_words
+from paceline.export.flags import named_by_flags
 from paceline.target.describe import load_tokenizer, read_shape
 from paceline.target.source import resolve
 
 _OF_A_RUN = ("best", "last", "export", "drafter")
+"""Where a run's folder is searched for a drafter, in this order."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,9 @@ class ExportOptions:
     """Write a drafter for an engine."""
 
     drafter: str
-    """A drafter's folder, or a run's folder that holds one (best, last, export)."""
+    """A drafter's folder, or a run's folder: the first of its best, last, export and drafter that holds one."""
     out: str
+    """The folder to write; a drafter that Paceline wrote there before is replaced."""
     target: str = ""
     """The target's folder, GGUF file or hub id; empty takes the one that the drafter's folder names."""
     revision: str = ""
@@ -33,7 +37,13 @@ class ExportOptions:
 
 def run_export(options: ExportOptions) -> int:
     """Read, write, reload and compare; returns 0."""
+    with named_by_flags(ExportOptions):
+        return _export(options)
+
+
+def _export(options: ExportOptions) -> int:
     source = find_drafter(Path(options.drafter))
+    say_choice(options.drafter, source)
     shape, tensors = folder.read(source)
     noted = folder.read_facts(source).get("target", {})
     name = options.target or noted.get("name", "")
@@ -49,6 +59,7 @@ def run_export(options: ExportOptions) -> int:
         target=name,
         target_revision=target_revision(config) or noted.get("revision", ""),
     )
+    replaces = (Path(options.out) / folder.FACTS).exists()
     out = folder.write(
         Path(options.out),
         tensors,
@@ -59,11 +70,14 @@ def run_export(options: ExportOptions) -> int:
         tokenizer=load_tokenizer(config),
         card=card,
     )
+    if replaces:
+        print(f"replaced {out}")
     gap = folder.compare(out, tensors, shape)
     print(f"{out}: {len(tensors)} tensors in {options.dtype}, reloaded; largest relative difference {gap:.1e}")
-    print(vllm_command(shape, name, str(out)))
-    if options.layout == "dflash":
-        print(sglang_command(shape, name, str(out)))
+    for engine, command in serving_commands(shape, name, str(out), options.layout):
+        print(f"{engine}:\n{command}")
+    if explanation := target_words(name).explanation:
+        print(explanation)
     return 0
 
 
@@ -79,6 +93,12 @@ def find_drafter(place: Path) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise UserError(f"{place} holds no exported drafter", "give a folder with config.json and model.safetensors")
+
+
+def say_choice(asked: str, found: Path) -> None:
+    """On standard error, which drafter of a run's folder was taken."""
+    if Path(asked) != found:
+        print(f"taking {found}, the first of {', '.join(_OF_A_RUN)} that holds a drafter", file=sys.stderr)
 
 
 def target_revision(config: TargetConfig) -> str:

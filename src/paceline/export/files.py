@@ -27,6 +27,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     aside.mkdir()
     try:
         fill(aside)
+        _apply_umask(aside)
         _sync(aside)
         _swap(folder, aside)
     except OSError as error:
@@ -70,10 +71,20 @@ def _alive(path: Path) -> bool:
     return True
 
 
+def _apply_umask(folder: Path) -> None:
+    """Give every file the mode that the umask leaves: some writers (safetensors) make theirs for the owner alone, and a
+    server that runs as another user could not read them. The folder, which `mkdir` made, shows what the umask leaves.
+    """
+    left = folder.stat().st_mode & 0o777
+    for path in folder.rglob("*"):
+        path.chmod(left if path.is_dir() else left & 0o666)
+
+
 def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def read_json(path: Path) -> dict[str, Any]:
