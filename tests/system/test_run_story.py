@@ -1,0 +1,42 @@
+"""A whole run through the command line, and what it says of itself afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pipeline_world import config_of, make_world
+
+from paceline import cli
+from paceline import config as configuration
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_warm_start_that_gained_nothing_says_so_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    make_world(tmp_path)
+    (tmp_path / "run.toml").write_text(configuration.dump(config_of(tmp_path, "first", steps=3)))
+    assert cli.main(["train", str(tmp_path / "run.toml")]) == 0
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    words = ["run.name=second", f"drafter.init={first}/last", "training.learning_rate=1e-9"]
+    capfd.readouterr()
+    assert cli.main(["train", str(tmp_path / "run.toml"), *words]) == 0
+    closing, advice = capfd.readouterr().err.splitlines()[-2:]
+    assert closing.startswith(f"drafter: {second}/best (best held-out τ ")
+    assert "step 0)" in closing
+    assert "step 3)" in closing
+    assert "did not improve on what it started from" in advice
+    best, last = (second / "best" / "README.md").read_text(), (second / "last" / "README.md").read_text()
+    assert "Training data" not in best
+    assert "train.jsonl" not in best
+    assert f"the weights of `{first}/last` as they were" in best
+    assert "train.jsonl" in last
+    assert f"continued from `{first}/last`" in last
+    assert cli.main(["doctor", str(second)]) == 0
+    said = capfd.readouterr().out
+    assert "rank 0 | step 3" in said
+    assert "finished: 3 of 3 steps, τ " in said
+    assert "(best at step 0)" in said
