@@ -159,7 +159,7 @@ class EvaluationConfig:
     """Exact acceptance length on held-out data while training."""
 
     every: int = 200
-    """Optimiser steps between evaluations; 0 evaluates at the end only."""
+    """Optimiser steps between evaluations; 0 evaluates at the start and at the end only."""
     anchors: int = 4096
     """Bound on held-out answer positions looked at."""
 

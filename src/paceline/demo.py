@@ -31,7 +31,7 @@ from paceline.config import (
 from paceline.errors import UserError
 from paceline.evaluation.decode import Engine, Timed, decode
 from paceline.evaluation.prompts import Prompt, encode
-from paceline.evaluation.verify import failed, load_drafter, verify
+from paceline.evaluation.verify import failed, load_drafter, summary, verify
 from paceline.report import write_report
 from paceline.target.describe import load_tokenizer
 from paceline.target.source import user_cache
@@ -302,7 +302,7 @@ def _check_export(config: Config, run_folder: Path) -> None:
         _say(f"export check failed: {check.name}: {check.detail}")
     if bad:
         raise UserError(f"{len(bad)} checks of {run_folder / 'best'} failed", "report it with the run folder")
-    _say(f"export {run_folder / 'best'}: {len(checks)} checks passed (names, sizes, config, logits, features)")
+    _say(f"export {run_folder / 'best'}: {summary(checks)} (names, sizes, config, logits, features)")
 
 
 def _conclude(run_folder: Path, report: Path, seconds: float, gpu: bool) -> None:

@@ -30,6 +30,7 @@ from paceline.data.split import BANDS, choose_held_out, groups, scramble, touche
 from paceline.data.template import Template
 from paceline.data.work import Chunk, Settings, processes_for, run
 from paceline.errors import UserError
+from paceline.permissions import apply_umask
 
 _MOST_REPEATS = 10_000
 _FORM = 3
@@ -152,6 +153,7 @@ def _build(
         shutil.rmtree(scratch / "all")
         facts = {"set_aside": counter.freeze().plain(), "digest": _digest(scratch)}
         (scratch / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+        apply_umask(scratch)
         shutil.rmtree(folder, ignore_errors=True)  # without its facts, it is what an interrupted removal left
         scratch.rename(folder)
     except OSError as error:

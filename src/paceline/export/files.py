@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import UserError
+from paceline.permissions import apply_umask
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -27,7 +28,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     aside.mkdir()
     try:
         fill(aside)
-        _apply_umask(aside)
+        apply_umask(aside)
         _sync(aside)
         _swap(folder, aside)
     except OSError as error:
@@ -69,15 +70,6 @@ def _alive(path: Path) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _apply_umask(folder: Path) -> None:
-    """Give every file the mode that the umask leaves: some writers (safetensors) make theirs for the owner alone, and a
-    server that runs as another user could not read them. The folder, which `mkdir` made, shows what the umask leaves.
-    """
-    left = folder.stat().st_mode & 0o777
-    for path in folder.rglob("*"):
-        path.chmod(left if path.is_dir() else left & 0o666)
 
 
 def _sync(folder: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import UserError
+from paceline.permissions import apply_umask
 
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -143,6 +144,7 @@ class Shards:
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             save_file(kept, scratch)
+            apply_umask(scratch)
             with scratch.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(scratch, path)

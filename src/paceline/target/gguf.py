@@ -24,6 +24,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.errors import UserError
+from paceline.permissions import apply_umask
 from paceline.target.source import ModelSource, load_failure, user_cache
 
 _SPECIAL = {
@@ -148,6 +149,7 @@ def _convert_into(source: ModelSource, folder: Path) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     try:
         convert(source, scratch)
+        apply_umask(scratch)
         os.replace(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.batches import TokenBatch
 from paceline.drafter.objective import Sums
 from paceline.errors import UserError
+from paceline.permissions import apply_umask
 from paceline.training.metrics import Clock, Delayed
 from paceline.training.optimizer import StepReport
 from paceline.training.run import Run
@@ -126,4 +127,6 @@ def _save_batch(run: Run, index: int) -> None:
     tensors = {name: value.contiguous() for name, value in batch.__dict__.items() if isinstance(value, Tensor)}
     folder = run.folder / "skipped"
     folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / f"batch-{index}.safetensors", metadata={"documents": str(list(batch.documents))})
+    path = folder / f"batch-{index}.safetensors"
+    save_file(tensors, path, metadata={"documents": str(list(batch.documents))})
+    apply_umask(path)
