@@ -53,6 +53,7 @@ def warm_only(config: Config, world: World, resume: bool = False) -> int:
 
 def fit(run: Run, learner: Learner, source: FeatureSource, watch: Watch, target: Target | None) -> None:
     """A drafter's whole run: evaluate, step, evaluate, save."""
+    run.heartbeat.beat("held-out agreement", run.schedule.start)
     scores = Scores(run, learner, source.next_tokens())
     if target is not None:
         target.close_upper_layers()
