@@ -163,7 +163,9 @@ def test_a_part_writes_its_record_and_compares(part: str, tmp_path: Path, capsys
     options = TINY_PARTS[part]
     assert run_bench(dataclasses.replace(options, out=str(path))) == 0
     record = json.loads(path.read_text())
-    assert record == json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert record == json.loads(printed.out)
+    assert f"{record['kind']}: {1e3 * record['step_seconds']:.4g} ms, " in printed.err
     common = {"command", "machine", "ceilings", "operations", "share_of_matmul_peak", "first_step_seconds", "peak_gib"}
     assert record.keys() >= common | _FIELDS[part]
     assert record["kind"] == _KINDS[part]

@@ -32,6 +32,7 @@ def run_bench(options: BenchOptions) -> int:
     earlier = _read(options.compare, case) if options.compare else None
     record = record_of(case)
     print(json.dumps(record, indent=1))
+    print(summary(record), file=sys.stderr)
     if options.out:
         _write(options.out, record)
     if earlier is None:
@@ -42,6 +43,30 @@ def run_bench(options: BenchOptions) -> int:
     for line in worse:
         print(f"worse than {options.compare}: {line}", file=sys.stderr)
     return 1 if worse else 0
+
+
+def summary(record: dict[str, Any]) -> str:
+    """What a person wants of a record, in a line (and one for each batch size of decoding)."""
+    peak = record["ceilings"]["matmul_tflops"]
+    parts = [
+        f"{record['kind']}: {1e3 * record['step_seconds']:.4g} ms",
+        f"{record['share_of_matmul_peak']:.0%} of this machine's matmul peak ({peak:.3g} TFLOP/s)",
+    ]
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    parts += [f"{name} {share:.0%}" for name, share in record.get("shares_of_parts", {}).items()]
+    if "waited_share" in record:
+        parts.append(f"the drafter waited {record['waited_share']:.1%} of its time")
+    if record.get("beyond_kept_gib"):
+        parts.append(f"{record['beyond_kept_gib']:.3g} GiB beyond what is kept between steps")
+    parts.append(f"first step {record['first_step_seconds']:.3g} s")
+    lines = [", ".join(parts)]
+    for batch, found in record.get("by_batch", {}).items():
+        lines.append(
+            f"batch {batch}: {found['speculative_tokens_per_second']:,.0f} tokens/s with the drafter, "
+            f"{found['plain_tokens_per_second']:,.0f} without: {found['speedup']:.2f} times, τ {found['tau']:.2f}"
+        )
+    return "\n".join(lines)
 
 
 def record_of(case: Case) -> dict[str, Any]:
