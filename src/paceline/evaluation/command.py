@@ -20,6 +20,7 @@ from paceline.evaluation.report import EncodedPrompt, evaluate, lines
 from paceline.evaluation.sampling import Sampling
 from paceline.evaluation.verify import Check, failed, load_drafter, summary, verify
 from paceline.export import files, folder
+from paceline.export.card import target_revision
 from paceline.export.command import find_drafter, say_choice
 from paceline.export.flags import named_by_flags
 from paceline.shapes import DrafterShape
@@ -208,8 +209,8 @@ def _device(name: str) -> str:
 def identity(options: EvalOptions) -> dict[str, str]:
     """Hashes of all that went into a measurement."""
     place = Path(options.drafter)
-    source = resolve(TargetConfig(model=options.target or _named_target(place)))
-    target = source.gguf_file or source.folder
+    config = TargetConfig(model=options.target or _named_target(place))
+    source = resolve(config)
     found = {
         "paceline": __version__,
         "torch": torch.__version__,
@@ -219,7 +220,7 @@ def identity(options: EvalOptions) -> dict[str, str]:
         else files.fingerprint(place),
         "config_sha256": files.file_digest(place / "config.json"),
         "target": source.name,
-        "target_fingerprint": files.fingerprint(target) if target is not None else source.revision,
+        "target_fingerprint": target_revision(config),
         "prompts": options.prompts,
     }
     if Path(options.prompts).is_file():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.config import TargetConfig
 from paceline.errors import UserError
+from paceline.export import files
 from paceline.shapes import DrafterShape
 from paceline.target.source import resolve
 
@@ -45,6 +46,13 @@ CONVENTION = (
     "τ is the number of tokens that a step commits (accepted drafts and the bonus token, cut at the first end token "
     "or at the length limit), over all steps of all prompts. The token that the prefill gives is not counted."
 )
+
+
+def target_revision(config: TargetConfig) -> str:
+    """The hub revision, or a fingerprint of local files."""
+    source = resolve(config)
+    local = source.gguf_file or source.folder
+    return files.fingerprint(local) if local is not None else source.revision
 
 
 def render(shape: DrafterShape, facts: CardFacts, name: str, layout: str = "dflash") -> str:

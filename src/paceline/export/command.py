@@ -9,11 +9,10 @@ from pathlib import Path
 
 from paceline.config import TargetConfig
 from paceline.errors import UserError
-from paceline.export import files, folder
-from paceline.export.card import CardFacts, serving_commands, target_words
+from paceline.export import folder
+from paceline.export.card import CardFacts, serving_commands, target_revision, target_words
 from paceline.export.flags import named_by_flags
 from paceline.target.describe import load_tokenizer, read_shape
-from paceline.target.source import resolve
 
 _OF_A_RUN = ("best", "last", "export", "drafter")
 """Where a run's folder is searched for a drafter, in this order."""
@@ -99,10 +98,3 @@ def say_choice(asked: str, found: Path) -> None:
     """On standard error, which drafter of a run's folder was taken."""
     if Path(asked) != found:
         print(f"taking {found}, the first of {', '.join(_OF_A_RUN)} that holds a drafter", file=sys.stderr)
-
-
-def target_revision(config: TargetConfig) -> str:
-    """The hub revision, or a fingerprint of local files."""
-    source = resolve(config)
-    local = source.gguf_file or source.folder
-    return files.fingerprint(local) if local is not None else source.revision

@@ -17,7 +17,7 @@ from paceline import export
 from paceline.batches import EvaluationBatch
 from paceline.evaluation.acceptance import Acceptance, agreement_of, exact_tau
 from paceline.export import CardFacts, TauRow
-from paceline.export.command import target_revision
+from paceline.export.card import target_revision
 from paceline.pipeline.source import FeatureSource
 from paceline.training.metrics import MetricsFile, TensorBoardView
 from paceline.training.parts import Learner, drafter_dtype
