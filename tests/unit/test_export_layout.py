@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline import export
 from paceline.drafter.model import Drafter
 from paceline.errors import UserError
+from paceline.evaluation.verify import verify
 from paceline.export import engines
 from paceline.export.layout import config_json, shape_from_config, tensor_shapes
 from paceline.export.speculators_layout import shape_from_speculators, speculators_config
@@ -426,3 +427,13 @@ def test_folders_of_others_are_not_overwritten(tmp_path: Path):
         export.write(
             tmp_path / "d", state() | {"norm.weight": torch.full((16,), 1e6)}, SHAPE, target(), dtype="float16"
         )
+
+
+def test_a_layout_is_checked_for_the_engines_that_read_it(tmp_path: Path):
+    found = {}
+    for layout in ("dflash", "speculators"):
+        folder = export.write(tmp_path / layout, state(), SHAPE, target(), dtype="float32", layout=layout)
+        found[layout] = {check.name: check.status for check in verify(folder)}
+    engines = [f"read by {engine}" for engine in ("vLLM", "SGLang", "dflash (transformers)", "llama.cpp converter")]
+    assert [found["dflash"][name] for name in engines] == ["ok"] * 4
+    assert [found["speculators"][name] for name in engines] == ["ok", "skip", "skip", "skip"]
