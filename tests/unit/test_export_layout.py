@@ -437,3 +437,22 @@ def test_a_layout_is_checked_for_the_engines_that_read_it(tmp_path: Path):
     engines = [f"read by {engine}" for engine in ("vLLM", "SGLang", "dflash (transformers)", "llama.cpp converter")]
     assert [found["dflash"][name] for name in engines] == ["ok"] * 4
     assert [found["speculators"][name] for name in engines] == ["ok", "skip", "skip", "skip"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("block_size", value) for value in (0, -3, 1, "8", 8.5, True, 100_000)),
+        *(("mask_token_id", value) for value in (-1, 4.0, 1 << 40)),
+        ("target_layer_ids", [1.0, 2]),
+    ],
+)
+def test_a_number_that_no_drafter_can_have_is_named(tmp_path: Path, key: str, value: object):
+    folder = export.write(tmp_path / "d", state(), SHAPE, target(), dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    for block in (config, config["dflash_config"]):
+        if key in block:
+            block[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=key):
+        verify(folder)
