@@ -160,6 +160,45 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         read_shape(TargetConfig(model=str(tmp_path / "odd")))
 
 
+ODD_NUMBERS = {
+    "rms_norm_eps": (0, 0.0, -1e-6, "1e-6", True, 2.0, [1e-6]),
+    "hidden_size": (0, -32, "32", 32.0, True, None),
+    "num_hidden_layers": (0, -3, "3", 1 << 40),
+    "num_attention_heads": (0, -4, 2.5),
+    "num_key_value_heads": (0, -2, "2"),
+    "head_dim": (0, -8, 8.5),
+    "intermediate_size": (0, -48, "48", 1 << 60),
+    "max_position_embeddings": (0, -128, 128.5, True),
+    "vocab_size": (0, -60, 1 << 60),
+    "eos_token_id": ("2", 2.5, {"a": 1}),
+    "rope_parameters": (5, [1], {"rope_type": "default", "rope_theta": 0}, {"rope_type": "default", "rope_theta": "x"}),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ODD_NUMBERS.items() for value in values])
+def test_a_number_that_no_model_has_is_one_line(key: str, value: object, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(facts | {key: value}))
+    with pytest.raises(UserError) as caught:
+        read_shape(config)
+    assert "\n" not in caught.value.what
+    assert key in caught.value.what or "rope" in key
+
+
+def test_token_ids_below_zero_stand_for_none(tmp_path: Path) -> None:
+    shape = read_shape(write_config(tmp_path, bos_token_id=-1, eos_token_id=[-1, 2]))
+    assert (shape.bos_ids, shape.eos_ids) == ((), (2,))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}'])
+def test_a_broken_generation_configuration_is_one_line(text: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError):
+        read_shape(config)
+
+
 # -- the mask token
 
 

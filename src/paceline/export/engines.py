@@ -56,7 +56,7 @@ def vllm_reads(config: Mapping[str, Any]) -> EngineView:
         causal=any(sliding) if causal is None else bool(causal),
         sliding=any(sliding) or bool(block.get("use_swa")),
         embedding_scale=1.0,
-        logit_scale=float(config.get("logit_scale", 1.0)),
+        logit_scale=float(_or(config, "logit_scale", 1.0)),
         logit_softcap=0.0,
         **_body(config, default_theta=1_000_000.0),
     )
@@ -77,7 +77,7 @@ def sglang_reads(config: Mapping[str, Any]) -> EngineView:
         causal=any(sliding),
         sliding=any(sliding),
         embedding_scale=1.0,
-        logit_scale=float(block.get("output_multiplier", 1.0)),
+        logit_scale=float(_or(block, "output_multiplier", 1.0)),
         logit_softcap=float(block.get("final_logit_softcapping") or 0.0),
         **_body(config, default_theta=10_000.0),
     )
@@ -109,7 +109,7 @@ def llama_cpp_reads(config: Mapping[str, Any]) -> EngineView:
     """llama.cpp's converter: the block size from the top level alone (16 without), the ids from `dflash_config`."""
     block = config.get("dflash_config") or {}
     ids = block.get("target_layer_ids")
-    size = config.get("block_size", 16)
+    size = config.get("block_size", 16) or 0
     return EngineView(
         engine="llama.cpp converter",
         layer_ids=tuple(ids) if ids else None,
@@ -135,14 +135,19 @@ def _nested(block: Mapping[str, Any], config: Mapping[str, Any], key: str) -> An
 def _body(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", default_theta))
+    theta = _or(rope, "rope_theta", _or(config, "rope_theta", default_theta))
     return {
         "rope": (float(theta), str(rope.get("rope_type", rope.get("type", "default")))),
         "head_dim": config.get("head_dim") or hidden // heads,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads", heads),
-        "rms_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_eps": float(_or(config, "rms_norm_eps", 1e-6)),
     }
+
+
+def _or(said: Mapping[str, Any], key: str, default: float) -> Any:
+    """What is said, or the default for nothing and for null."""
+    return default if said.get(key) is None else said[key]
 
 
 def differences(view: EngineView, shape: DrafterShape) -> list[str]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import UserError
+from paceline.fields import Fields
 from paceline.permissions import apply_umask
 
 
@@ -84,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}", "give a drafter's folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}", "take the folder again from where it came") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object", "take the folder again from where it came")
@@ -121,12 +122,20 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def _weight_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        return [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        return [folder / name for name in _indexed(index)]
     if single.exists():
         return [single]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise UserError(f"{folder} has weights as pickles only", "convert them to safetensors; pickles can run code")
     raise UserError(f"{folder} has no model.safetensors", "give a drafter's folder")
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names, all of its own folder."""
+    names = set(map(str, Fields(read_json(index), str(index)).object("weight_map").values()))
+    if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
+        raise UserError(f"{index} does not name safetensors files of its folder", "download the folder again")
+    return sorted(names)
 
 
 def file_digest(path: Path) -> str:

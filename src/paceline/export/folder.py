@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.errors import UserError
 from paceline.export import files, variants
 from paceline.export.card import CardFacts, TauRow, render
-from paceline.export.layout import DTYPES, check_tensors, config_json, shape_from_config
+from paceline.export.layout import DTYPES, check_kinds, check_tensors, config_json, shape_from_config
 from paceline.export.speculators_layout import (
     VERIFIER_COPIES,
     is_speculators,
@@ -182,30 +182,14 @@ def read(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
 def read_shape(folder: Path) -> tuple[DrafterShape, dict[str, Any]]:
     """The shape and the raw config.json of a drafter's folder, without its weights."""
     config = files.read_json(Path(folder) / "config.json")
+    check_kinds(config, str(folder))
     variants.refuse(config, (), str(folder))
     if is_speculators(config):
-        return _sensible(shape_from_speculators(config, str(folder)), str(folder)), config
+        return shape_from_speculators(config, str(folder)), config
     if not config.get("dflash_config") and "DFlashDraftModel" not in (config.get("architectures") or []):
         kind = (config.get("architectures") or [config.get("model_type", "an unknown model")])[0]
         raise UserError(f"{folder} holds {kind}, not a DFlash drafter", "give the drafter's folder, not the target's")
-    return _sensible(shape_from_config(config, str(folder)), str(folder)), config
-
-
-_LARGEST_BLOCK = 1024
-
-
-def _sensible(shape: DrafterShape, where: str) -> DrafterShape:
-    """The shape, unless a number in it is none that a drafter can have: such a config.json is damaged."""
-    inside = f"a whole number from 0 to {shape.vocabulary - 1}"
-    rules = [
-        ("block_size", shape.block_size, range(2, _LARGEST_BLOCK + 1), f"a whole number from 2 to {_LARGEST_BLOCK}"),
-        ("mask_token_id", shape.mask_token_id, range(shape.vocabulary), inside),
-        *(("target_layer_ids", layer, range(1 << 16), "made of whole numbers") for layer in shape.layer_ids),
-    ]
-    for name, value, allowed, words in rules:
-        if type(value) is not int or value not in allowed:
-            raise UserError(f"{where}: {name} = {value!r} is not {words}", "get the drafter's config.json again")
-    return shape
+    return shape_from_config(config, str(folder)), config
 
 
 def check_fits(shape: DrafterShape, target: TargetShape, where: str) -> None:

@@ -6,13 +6,16 @@ H hidden size, I intermediate size, K captured layers, V vocabulary. The layout 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.drafter.rope import STATIC_KINDS, inverse_frequencies
 from paceline.errors import UserError
+from paceline.fields import Fields, short
 from paceline.shapes import DrafterShape
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -133,74 +136,151 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
 def shape_from_config(config: Mapping[str, Any], where: str) -> DrafterShape:
     """The DrafterShape that a config.json in the authors' layout describes.
 
-    Raises UserError for a field that is needed and missing: layer ids and the mask token are never guessed.
+    Raises UserError for a field that is needed and missing (layer ids and the mask token are never guessed), and for a
+    value that no drafter can have: such a file is damaged.
     """
-    block = config.get("dflash_config") or {}
-    return DrafterShape(
-        hidden_size=need(config, "hidden_size", where),
-        intermediate_size=need(config, "intermediate_size", where),
-        layers=need(config, "num_hidden_layers", where),
-        heads=need(config, "num_attention_heads", where),
-        kv_heads=need(config, "num_key_value_heads", where),
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        layer_ids=_layer_ids(config, where),
-        block_size=_first(block, config, "block_size", where),
-        mask_token_id=_first(block, config, "mask_token_id", where),
-        vocabulary=need(config, "vocab_size", where),
-        target_layers=_first(block, config, "num_target_layers", where),
-        rms_eps=config.get("rms_norm_eps", 1e-6),
+    outer = Fields(config, where, REMEDY)
+    block = outer.object("dflash_config")
+    said = Fields(dict(config) | {key: _agreed(block, config, key, where) for key in _IN_EITHER}, where, REMEDY)
+    inner = Fields(block, where, REMEDY)
+    hidden, heads = said.whole("hidden_size", 1), said.whole("num_attention_heads", 1)
+    vocabulary = said.whole("vocab_size", 1)
+    bos = said.wholes("bos_token_id", -1, alone=True)
+    shape = DrafterShape(
+        hidden_size=hidden,
+        intermediate_size=said.whole("intermediate_size", 1),
+        layers=said.whole("num_hidden_layers", 1, _LARGEST_DEPTH),
+        heads=heads,
+        kv_heads=said.whole("num_key_value_heads", 1),
+        head_dim=said.whole("head_dim", 1, default=max(1, hidden // heads)),
+        layer_ids=_layer_ids(said),
+        block_size=said.whole("block_size", 2, _LARGEST_BLOCK),
+        mask_token_id=said.whole("mask_token_id", 0, vocabulary - 1),
+        vocabulary=vocabulary,
+        target_layers=said.whole("num_target_layers", 0, _LARGEST_DEPTH),
+        rms_eps=said.number("rms_norm_eps", 1e-6, below=1.0),
         rope=rope_of(config, where),
-        max_positions=config.get("max_position_embeddings", 40_960),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=_as_tuple(config.get("eos_token_id")),
-        embedding_scale=float(block.get("input_embedding_scale") or 1.0),
-        logit_scale=float(block.get("output_multiplier") or 1.0),
-        logit_softcap=float(block.get("final_logit_softcapping") or 0.0),
+        max_positions=said.whole("max_position_embeddings", 0, default=40_960),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=said.wholes("eos_token_id", -1, alone=True),
+        embedding_scale=inner.number("input_embedding_scale", 1.0),
+        logit_scale=inner.number("output_multiplier", 1.0),
+        logit_softcap=inner.number("final_logit_softcapping", 0.0, zero=True),
     )
+    _check_heads(shape, where)
+    return shape
 
 
-def need(config: Mapping[str, Any], key: str, where: str) -> Any:
-    if config.get(key) is None:
-        raise UserError(f"{where} does not say {key}", "take a complete drafter folder; nothing is guessed")
-    return config[key]
+REMEDY = "get the drafter's config.json again"
+
+_IN_EITHER = ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids")
+"""What a config.json may say at its top or in its dflash_config."""
+
+_LARGEST_BLOCK = 1024
+_LARGEST_DEPTH = 4096
 
 
-def _first(block: Mapping[str, Any], config: Mapping[str, Any], key: str, where: str) -> Any:
+def check_kinds(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError where an object, a list or a number of a config.json is another kind of thing.
+
+    Only of what is looked at before a shape is made of it, here or by an engine.
+    """
+    said = Fields(config, where, REMEDY)
+    for key in ("dflash_config", "transformer_layer_config", "rope_parameters", "rope_scaling"):
+        said.object(key)
+    body = Fields(said.object("transformer_layer_config") or config, where, REMEDY)
+    said.items("architectures", str)
+    body.items("layer_types", str)
+    said.wholes("eagle_aux_hidden_state_layer_ids", 0, _LARGEST_DEPTH)
+    said.number("logit_scale", 1.0)
+    for key in ("model_type", "dtype", "torch_dtype", "speculators_model_type"):
+        said.text(key)
+
+
+def _agreed(block: Mapping[str, Any], config: Mapping[str, Any], key: str, where: str) -> Any:
     nested, outer = block.get(key), config.get(key)
     if nested is not None and outer is not None and nested != outer:
         raise UserError(
-            f"{where} says {key} = {outer} at the top and {nested} in dflash_config",
+            f"{where} says {key} = {short(outer)} at the top and {short(nested)} in dflash_config",
             "readers differ in which they take; make them equal",
         )
-    return nested if nested is not None else need(config, key, where)
+    return outer if nested is None else nested
 
 
-def _layer_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    ids = tuple(_first(config.get("dflash_config") or {}, config, "target_layer_ids", where))
-    depth = config.get("num_target_layers")
-    if not ids or len(set(ids)) != len(ids) or min(ids) < 0 or (depth and max(ids) >= depth):
+def _layer_ids(said: Fields) -> tuple[int, ...]:
+    said.need("target_layer_ids")
+    ids = said.wholes("target_layer_ids", 0, _LARGEST_DEPTH)
+    depth = said.whole("num_target_layers", 0, _LARGEST_DEPTH)
+    if not ids or len(set(ids)) != len(ids) or (depth and max(ids) >= depth):
         raise UserError(
-            f"{where}: target_layer_ids {list(ids)} do not name distinct layers of a target with {depth}",
+            f"{said.where}: target_layer_ids {list(ids)} do not name distinct layers of a target with {depth}",
             "layer ids are 0-based and lie below num_target_layers",
         )
     return ids
 
 
-def _as_tuple(value: Any) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def _check_heads(shape: DrafterShape, where: str) -> None:
+    if shape.heads % shape.kv_heads:
+        raise UserError(
+            f"{where}: num_attention_heads = {shape.heads} is not a multiple of num_key_value_heads = {shape.kv_heads}",
+            REMEDY,
+        )
+    if shape.head_dim % 2:
+        raise UserError(f"{where}: head_dim = {shape.head_dim} is odd, so its halves cannot be rotated", REMEDY)
+    try:
+        inverse_frequencies(shape)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(
+            f"{where}: rope_parameters {short(shape.rope)} give no rotation: {type(error).__name__} {error}", REMEDY
+        ) from None
 
 
 def rope_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Rope parameters with theta in them, whichever of the spellings a config uses; refuse a contradiction."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta, outer = rope.get("rope_theta"), config.get("rope_theta")
-    if theta is None and outer is None:
-        raise UserError(f"{where} does not say rope_theta", "take a complete drafter folder; nothing is guessed")
-    if theta is not None and outer is not None and float(theta) != float(outer):
-        raise UserError(
-            f"{where} says rope_theta = {outer} at the top and {theta} in rope_parameters",
-            "readers differ in which they take; make them equal",
-        )
-    rope["rope_theta"] = theta if theta is not None else outer
+    said = Fields(config, where, REMEDY)
+    rope, scaling = said.object("rope_parameters"), said.object("rope_scaling")
+    top = {"rope_theta": config.get("rope_theta")}
+    named = {"rope_parameters": rope, "rope_scaling": scaling, "the top of the file": top}
+    for (name, one), (other, two) in itertools.combinations(named.items(), 2):
+        _refuse_contradiction(one, name, two, other, where)
+    rope = scaling | rope
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = top["rope_theta"]
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    _check_rope(Fields(rope, where, REMEDY))
+    if any(part.get("partial_rotary_factor") not in (None, 1) for part in (rope, config)):
+        raise UserError(
+            f"{where} says partial_rotary_factor, which some engines follow and others do not",
+            "remove it if the drafter was trained to rotate whole heads, as DFlash drafters are",
+        )
     return rope
+
+
+_ROPE_NUMBERS = ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow")
+_ROPE_NUMBERS_OR_ZERO = ("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor")
+
+
+def _check_rope(rope: Fields) -> None:
+    rope.need("rope_theta")
+    for key in (*_ROPE_NUMBERS, *_ROPE_NUMBERS_OR_ZERO):
+        if rope.has(key):
+            rope.number(key, zero=key in _ROPE_NUMBERS_OR_ZERO)
+    if rope.has("original_max_position_embeddings"):
+        rope.whole("original_max_position_embeddings", 1)
+    if (kind := rope.text("rope_type")) not in STATIC_KINDS:
+        raise UserError(
+            f"{rope.where}: rope_type = {kind!r} is not computed here",
+            f"only drafters that rotate by {', '.join(sorted(STATIC_KINDS))} are",
+        )
+
+
+def _refuse_contradiction(
+    mine: Mapping[str, Any], name: str, theirs: Mapping[str, Any], other: str, where: str
+) -> None:
+    for key in ("rope_theta", "rope_type", "factor"):
+        one, two = mine.get(key), theirs.get(key)
+        if one is not None and two is not None and one != two:
+            raise UserError(
+                f"{where} says {key} = {short(one)} in {name} and {short(two)} in {other}",
+                "readers differ in which they take; make them equal",
+            )

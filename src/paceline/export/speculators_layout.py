@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import UserError
-from paceline.export.layout import config_json, need, shape_from_config
+from paceline.export.layout import REMEDY, config_json, shape_from_config
+from paceline.fields import Fields, short
 from paceline.shapes import DrafterShape
 
 VERSION = "0.9.0"
@@ -61,21 +62,23 @@ def shape_from_speculators(config: Mapping[str, Any], where: str) -> DrafterShap
     """The DrafterShape of a speculators config; `target_layers` is 0 where it is not recorded."""
     kind = config["speculators_model_type"]
     if kind != "dflash":
-        raise UserError(f"{where} is a {kind!r} drafter, not a DFlash drafter", "give a DFlash drafter")
-    body = dict(need(config, "transformer_layer_config", where))
-    vocabulary = need(body, "vocab_size", where)
-    if config.get("draft_vocab_size", vocabulary) != vocabulary:
+        raise UserError(f"{where} is a {short(kind)} drafter, not a DFlash drafter", "give a DFlash drafter")
+    said = Fields(config, where, REMEDY)
+    said.need("transformer_layer_config")
+    body = said.object("transformer_layer_config")
+    vocabulary = Fields(body, where, REMEDY).whole("vocab_size", 1)
+    if said.whole("draft_vocab_size", 1, default=vocabulary) != vocabulary:
         raise UserError(
-            f"{where} drafts from {config['draft_vocab_size']} of the target's {vocabulary} tokens",
+            f"{where} drafts from {said.values['draft_vocab_size']} of the target's {vocabulary} tokens",
             "only drafters with the target's whole vocabulary are read",
         )
-    ids = [layer - 1 for layer in need(config, "aux_hidden_state_layer_ids", where)]
+    said.need("aux_hidden_state_layer_ids")
     flat = body | {
-        "num_target_layers": config.get("num_target_layers", 0),
+        "num_target_layers": said.whole("num_target_layers", 0, default=0),
         "dflash_config": {
-            "mask_token_id": need(config, "mask_token_id", where),
-            "target_layer_ids": ids,
-            "block_size": need(config, "block_size", where),
+            "mask_token_id": said.need("mask_token_id"),
+            "target_layer_ids": [layer - 1 for layer in said.wholes("aux_hidden_state_layer_ids", 1)],
+            "block_size": said.need("block_size"),
         },
     }
     return shape_from_config(flat, where)

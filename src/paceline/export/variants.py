@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.errors import UserError
+from paceline.fields import short
 
 _DENY = "Paceline reads DFlash drafters of the first kind only; serve this one with the engine that it was made for"
 
@@ -84,4 +85,4 @@ def refuse(config: Mapping[str, Any], tensors: Iterable[str], where: str) -> Non
         raise UserError(f"{where} has interleaved rotary embeddings", "only the half-split form is computed here")
     act = body.get("hidden_act", "silu")
     if act != "silu":
-        raise UserError(f"{where} has activation {act!r}", "only silu is computed here")
+        raise UserError(f"{where} has activation {short(act)}", "only silu is computed here")

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from paceline.config import TargetConfig
 from paceline.errors import UserError
+from paceline.fields import Fields
 from paceline.shapes import TargetShape
 from paceline.target import gguf
 from paceline.target.source import ModelSource, load_failure, resolve
@@ -39,28 +40,34 @@ def read_shape(config: TargetConfig) -> TargetShape:
     """
     outline = read_outline(config)
     facts = outline.config.to_dict()
-    heads = int(facts["num_attention_heads"])
+    said = _fields(outline.source.name, facts)
+    hidden, heads = said.whole("hidden_size", 1), said.whole("num_attention_heads", 1)
+    widths = said.wholes("intermediate_size", 1, alone=True)
     return TargetShape(
         name=config.model,
         model_type=str(facts["model_type"]),
-        hidden_size=int(facts["hidden_size"]),
-        layers=int(facts["num_hidden_layers"]),
+        hidden_size=hidden,
+        layers=said.whole("num_hidden_layers", 1),
         vocabulary=outline.model.get_input_embeddings().num_embeddings,
         heads=heads,
-        kv_heads=int(facts.get("num_key_value_heads") or heads),
-        head_dim=int(facts.get("head_dim") or facts["hidden_size"] // heads),
-        intermediate_size=_first(facts.get("intermediate_size") or 4 * facts["hidden_size"]),
-        rms_eps=float(facts.get("rms_norm_eps") or 1e-6),
+        kv_heads=said.whole("num_key_value_heads", 1, default=heads),
+        head_dim=said.whole("head_dim", 1, default=max(1, hidden // heads)),
+        intermediate_size=widths[0] if widths else 4 * hidden,
+        rms_eps=said.number("rms_norm_eps", 1e-6, below=1.0),
         rope=_rope(facts),
-        max_positions=int(facts.get("max_position_embeddings") or 0),
+        max_positions=facts.get("max_position_embeddings") or 0,
         tied=bool(facts.get("tie_word_embeddings")),
-        bos_ids=_ids(facts.get("bos_token_id")),
+        bos_ids=_ids(said, "bos_token_id"),
         eos_ids=_end_ids(outline.source, facts),
         parameters=outline.model.num_parameters(),
         embedding_scale=_embedding_scale(facts),
         logit_scale=_logit_scale(facts),
-        logit_softcap=float(facts.get("final_logit_softcapping") or 0.0),
+        logit_softcap=said.number("final_logit_softcapping", 0.0, zero=True),
     )
+
+
+def _fields(name: str, facts: dict[str, Any]) -> Fields:
+    return Fields(facts, f"target {name}", "check its config.json, or download the model again")
 
 
 def read_outline(config: TargetConfig) -> Outline:
@@ -69,10 +76,11 @@ def read_outline(config: TargetConfig) -> Outline:
     whole = read_config(source)
     text = whole.get_text_config()
     _refuse_layer_kinds(source.name, text.to_dict())
+    _check_numbers(source.name, text.to_dict())
     try:
         with torch.device("meta"), gguf.quiet():
             model = AutoModelForCausalLM.from_config(whole, trust_remote_code=False)
-    except (ValueError, ImportError, AttributeError, KeyError) as error:
+    except Exception as error:
         raise load_failure(source, "architecture", error) from error
     if not type(model)._supports_attention_backend:
         raise UserError(
@@ -88,8 +96,32 @@ def read_config(source: ModelSource) -> Any:
     try:
         with gguf.quiet():
             return AutoConfig.from_pretrained(**source.arguments())
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:
         raise load_failure(source, "configuration", error) from error
+
+
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_LARGEST_DEPTH = 4096
+_SCALES = ("embedding_multiplier", "logits_scaling", "logit_scale")
+
+
+def _check_numbers(name: str, facts: dict[str, Any]) -> None:
+    """Raise UserError for numbers that no model has, before modules are built of them: transformers checks kinds only.
+
+    What a configuration leaves out is its kind's own business.
+    """
+    said = _fields(name, facts)
+    for key in (*_SIZES, "max_position_embeddings"):
+        said.whole(key, 1, default=1)
+    said.whole("num_hidden_layers", 1, _LARGEST_DEPTH, default=1)
+    said.wholes("intermediate_size", 1, alone=True)
+    said.number("rms_norm_eps", 1e-6, below=1.0)
+    for key in _SCALES:
+        said.number(key, 1.0)
+    said.number("final_logit_softcapping", 0.0, zero=True)
+    rope = said.object("rope_parameters")
+    for part in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        _fields(name, part).number("rope_theta", 1.0)
 
 
 def _refuse_layer_kinds(name: str, facts: dict[str, Any]) -> None:
@@ -112,19 +144,14 @@ def _rope(facts: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
 
 
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, list | tuple) else value)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
+def _ids(said: Fields, key: str) -> tuple[int, ...]:
+    """Token ids; a negative one stands for none."""
+    return tuple(item for item in said.wholes(key, -1, alone=True) if item >= 0)
 
 
 def _end_ids(source: ModelSource, facts: dict[str, Any]) -> tuple[int, ...]:
     """Ends of an answer named by the configuration, the generation configuration or the GGUF header."""
-    found = _ids(facts.get("eos_token_id"))
+    found = _ids(_fields(source.name, facts), "eos_token_id")
     if source.gguf_file is not None:
         found += gguf.end_ids(gguf.metadata(source.gguf_file))
     else:
@@ -133,11 +160,15 @@ def _end_ids(source: ModelSource, facts: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _generation_ends(source: ModelSource) -> tuple[int, ...]:
+    """The file is optional; one that is there must be readable."""
     try:
         with gguf.quiet():
-            return _ids(GenerationConfig.from_pretrained(source.location).eos_token_id)
-    except OSError:  # the file is optional
-        return ()
+            said = {"eos_token_id": GenerationConfig.from_pretrained(source.location).eos_token_id}
+    except Exception as error:
+        if isinstance(error, OSError) and not Path(source.location, "generation_config.json").is_file():
+            return ()
+        raise load_failure(source, "generation configuration", error) from error
+    return _ids(_fields(source.name, said), "eos_token_id")
 
 
 def _embedding_scale(facts: dict[str, Any]) -> float:

@@ -79,12 +79,18 @@ def _folder(name: str, path: Path) -> ModelSource:
 
 def load_failure(source: ModelSource, part: str, error: Exception) -> UserError:
     """The one line for a model that could not be read: what, where, and the first line of the reason."""
-    reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    reason = _first_line(error)
     if source.folder is None:
         remedy = "check the hub id, target.revision and the connection, or download the model and give its folder"
     else:
         remedy = "check that the folder or file is complete and of a kind that the installed transformers knows"
     return UserError(f"cannot read the {part} of target.model = {source.name!r}: {reason}", remedy)
+
+
+def _first_line(error: Exception) -> str:
+    """The error's first line, and the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
 
 
 def user_cache() -> Path:
