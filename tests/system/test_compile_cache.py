@@ -81,3 +81,20 @@ def test_killed_in_the_middle_of_the_first_compile_the_next_start_works_and_says
     assert "did not finish (rank 3 (pid" in after["repair"]
     assert "removed its" in after["repair"]
     assert after["compiled"] == 2
+
+
+def test_entries_cut_while_a_warm_up_runs_are_dropped_at_its_end_and_not_met_again(warm_root: Path) -> None:
+    """Torch compiles anew beside a cut entry, but leaves it, and would complain of it at every later start."""
+    first = answer(start("warm_worker.py", warm_root, "rank 0", "--leader", "--cut-entries"))
+    assert "is whole" in first["repair"]
+    assert first["complaints"], "torch has met the cut entries"
+    assert first["compiled"] == 2
+    (said,) = first["warnings"]
+    assert "removed 5 entries (inductor/" in said
+    assert "cut or changed" in said
+    assert "while the warm-up ran" in said
+
+    second = answer(start("warm_worker.py", warm_root, "rank 0", "--leader"))
+    assert "is whole" in second["repair"]
+    assert (second["compiled"], second["loaded"], second["traces"]) == (0, 2, 0)
+    assert (second["complaints"], second["warnings"]) == ([], [])

@@ -1,7 +1,11 @@
 """The cache folder: locked, checked, repaired, listed, pruned, packed. No compiler runs here."""
 
+import base64
+import hashlib
 import io
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.compiling import places
-from paceline.compiling.cache import CompileCache, list_caches, pack, prune, unpack
+from paceline.compiling.cache import CompileCache, last_warmup_seconds, list_caches, pack, prune, unpack
 from paceline.compiling.damage import by_form
 from paceline.compiling.fingerprint import Fingerprint
 from paceline.compiling.lock import is_held, locked
@@ -35,18 +39,49 @@ def cache(tmp_path: Path) -> CompileCache:
     made.activate()
     inductor, triton = made.compiled
     write(inductor / "ab" / "cab.py", "x = 1\n")
-    write(inductor / "fxgraph" / "f" / "key" / "entry", "pickle")
+    write(inductor / "cd" / "ccd.main.cpp", "int f() { return 1; }\n")
+    write(inductor / "cd" / "ccd.main.so", ELF)
+    write_entry(inductor / "fxgraph" / "f" / "key", {"graph": "one"})
     write(inductor / "locks" / "cab.lock", "")
-    write(triton / "HASH" / "kernel.json", '{"a": 1}')
-    write(triton / "HASH" / "kernel.cubin", "not really")
-    made.finish(["step"], 12.5)
+    write_kernel(triton / "HASH")
+    assert made.finish(["step"], 12.5) is None
     return made
 
 
-def write(file: Path, text: str) -> Path:
+def write(file: Path, contents: str | bytes) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_bytes(contents.encode() if isinstance(contents, str) else contents)
     return file
+
+
+def write_entry(folder: Path, value: object) -> Path:
+    """As torch saves a graph: a pickle, named by its hash."""
+    data = pickle.dumps(value)
+    return write(folder / base64.b32encode(hashlib.sha256(data).digest())[:51].decode().lower(), data)
+
+
+def write_kernel(folder: Path) -> Path:
+    """As Triton saves one: its metadata, its binary, and a list of both."""
+    parts = [write(folder / "kernel.json", '{"num_warps": 4}'), write(folder / "kernel.cubin", ELF)]
+    group = {"child_paths": {part.name: str(part) for part in parts}}
+    write(folder / "__grp__kernel.json", json.dumps(group))
+    return folder
+
+
+def entry(cache: CompileCache) -> Path:
+    (only,) = (cache.folder / "inductor" / "fxgraph" / "f" / "key").iterdir()
+    return only
+
+
+def loaded_objects() -> list[str]:
+    """Small shared objects of this very interpreter."""
+    import _json
+    import _struct
+
+    return [module.__file__ for module in (_json, _struct)]
+
+
+ELF = Path(next(file for file in loaded_objects() if file.startswith("/"))).read_bytes()
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
@@ -86,7 +121,7 @@ def test_a_damaged_file_of_a_finished_cache_is_removed_alone(cache: CompileCache
     assert [found.path for found in repair.damages] == ["inductor/ab/cab.py"]
     assert reason in repair.message
     assert not victim.exists()
-    assert (cache.folder / "inductor" / "fxgraph" / "f" / "key" / "entry").exists()
+    assert entry(cache).exists()
     assert not cache.holds(["step"])
 
 
@@ -135,24 +170,160 @@ def test_listing_and_pruning(cache: CompileCache) -> None:
     assert list_caches(cache.root) == []
 
 
+# -- damage while a warm-up runs -------------------------------------------------------------------------------------
+
+
+def cut(file: Path) -> Path:
+    """In place, as a full disk or a stray hand does it."""
+    with open(file, "r+b") as handle:
+        handle.truncate(file.stat().st_size // 2)
+    return file
+
+
+def listed(cache: CompileCache) -> set[str]:
+    return set(json.loads((cache.folder / "manifest.json").read_text())["files"])
+
+
+def everything(cache: CompileCache) -> set[str]:
+    return {
+        str(file.relative_to(cache.folder)) for folder in cache.compiled for file in folder.rglob("*") if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("victim", "gone"),
+    [
+        ("inductor/ab/cab.py", {"inductor/ab/cab.py"}),
+        ("inductor/cd/ccd.main.so", {"inductor/cd/ccd.main.so", "inductor/cd/ccd.main.cpp"}),
+        ("inductor/cd/ccd.main.cpp", {"inductor/cd/ccd.main.so", "inductor/cd/ccd.main.cpp"}),
+        (
+            "triton/HASH/kernel.cubin",
+            {"triton/HASH/kernel.cubin", "triton/HASH/kernel.json", "triton/HASH/__grp__kernel.json"},
+        ),
+    ],
+)
+def test_a_file_cut_while_a_warm_up_runs_is_not_recorded_as_whole(
+    cache: CompileCache, victim: str, gone: set[str]
+) -> None:
+    before = everything(cache)
+    cache.repair()
+    cut(cache.folder / victim)
+    said = cache.finish(["step"], 1.0)
+    assert said is not None
+    assert f"removed 1 entry ({victim}: cut or changed" in said
+    assert "while the warm-up ran" in said
+    assert len(said.splitlines()) == 1
+    assert everything(cache) == before - gone
+    assert listed(cache) == {name for name in everything(cache) if "locks" not in name}
+    assert not cache.holds(["step"]), "what is missing must be compiled before anybody relies on it"
+    assert cache.repair().damages == []
+    assert cache.finish(["step"]) is None
+    assert cache.holds(["step"])
+
+
+def test_an_entry_that_torch_replaced_by_a_new_one_is_removed_and_the_new_one_kept(cache: CompileCache) -> None:
+    cache.repair()
+    old = cut(entry(cache))
+    new = write_entry(old.parent, {"graph": "compiled anew"})
+    said = cache.finish(["step"], 1.0)
+    assert said is not None
+    assert old.name in said
+    assert list(old.parent.iterdir()) == [new]
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbled"])
+def test_a_new_entry_that_was_damaged_before_the_record_is_removed(cache: CompileCache, damage: str) -> None:
+    cache.repair()
+    folder = cache.folder / "inductor" / "aotautograd" / "akey"
+    whole, broken = (write_entry(folder, {"graph": name}) for name in ("two", "three"))
+    if damage == "cut":
+        cut(broken)
+    else:
+        broken.write_bytes(broken.read_bytes().replace(b"three", b"thrEE"))
+    assert broken.name in (cache.finish(["step"], 1.0) or "")
+    assert list(folder.iterdir()) == [whole]
+
+
+def test_what_vanished_while_a_warm_up_ran_is_told(cache: CompileCache) -> None:
+    cache.repair()
+    victim = entry(cache)
+    victim.unlink()
+    assert f"{victim.name}: missing" in (cache.finish(["step"], 1.0) or "")
+
+
+def test_what_a_compiler_wrote_anew_is_whole(cache: CompileCache) -> None:
+    """Renamed into place, or of the kind that torch rewrites: measured times."""
+    times = write(cache.folder / "inductor" / "ab" / "cab.best_config", '{"num_warps": 4}')
+    cache.repair()
+    times.write_text('{"num_warps": 8}')
+    kernel = cache.folder / "triton" / "HASH" / "kernel.json"
+    write(kernel.with_suffix(".new"), '{"num_warps": 8}').replace(kernel)
+    assert cache.finish(["step"], 1.0) is None
+    times.write_text('{"num_wa')
+    assert "cab.best_config: not JSON" in (cache.finish(["step"], 1.0) or "")
+
+
+def test_what_a_killed_writer_left_is_neither_recorded_nor_packed(cache: CompileCache, tmp_path: Path) -> None:
+    known = listed(cache)
+    inductor, triton = cache.compiled
+    for leftover in (
+        inductor / "fxgraph" / "f" / "key" / ".77.140.tmp",
+        inductor / "cd" / "ccd.main_CxxBuild" / "part.o",
+        triton / "HASH" / "tmp.pid_77_4f6a" / "kernel.cubin",
+        triton / "tmp.4f6a" / "kernel.cubin",
+    ):
+        write(leftover, "half")
+    cache.repair()
+    assert cache.finish(["step"], 1.0) is None
+    assert listed(cache) == known
+    pack(cache.folder, tmp_path / "warm.tar.gz")
+    with tarfile.open(tmp_path / "warm.tar.gz") as packed:
+        assert not [name for name in packed.getnames() if "tmp" in name or "_CxxBuild" in name]
+
+
+def test_a_kernel_of_triton_that_lacks_a_part_is_no_whole_one(cache: CompileCache) -> None:
+    cache.repair()
+    part = write_kernel(cache.folder / "triton" / "OTHER") / "kernel.cubin"
+    part.unlink()
+    assert "kernel.cubin of its kernel is missing" in (cache.finish(["step"], 1.0) or "")
+    assert not part.parent.exists()
+
+
+def test_a_warm_start_keeps_the_seconds_that_compiling_took(cache: CompileCache) -> None:
+    cache.repair()
+    cache.finish(["step"])
+    assert last_warmup_seconds(cache.root) == 12.5
+
+
 # -- the form of damaged files ---------------------------------------------------------------------------------------
+
+
+@given(value=st.recursive(st.binary() | st.text() | st.integers(), st.lists), lost=st.integers(min_value=1))
+def test_a_pickle_cut_anywhere_is_noticed_without_loading_it(
+    tmp_path_factory: pytest.TempPathFactory, value: object, lost: int
+) -> None:
+    folder = tmp_path_factory.mktemp("pickle")
+    file = write_entry(folder / "inductor" / "fxgraph", value)
+    assert by_form(folder, [file]) == []
+    data = file.read_bytes()
+    file.write_bytes(data[: lost % len(data)])
+    assert [found.path for found in by_form(folder, [file])] == [str(file.relative_to(folder))]
+
+
+def test_names_that_follow_another_rule_condemn_nothing(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / "inductor" / "fxgraph" / "fkey" / name, pickle.dumps({"graph": name}))
+        for name in ("one", "two")
+    ]
+    assert by_form(tmp_path, files) == []
 
 
 @given(st.integers(min_value=0, max_value=10_000))
 def test_a_shared_object_cut_anywhere_is_noticed(tmp_path_factory: pytest.TempPathFactory, lost: int) -> None:
-    whole = Path(next(file for file in loaded_objects() if file.startswith("/"))).read_bytes()
     folder = tmp_path_factory.mktemp("elf")
-    (folder / "a.so").write_bytes(whole)
-    (folder / "b.so").write_bytes(whole[: len(whole) - 1 - lost])
+    (folder / "a.so").write_bytes(ELF)
+    (folder / "b.so").write_bytes(ELF[: len(ELF) - 1 - lost])
     assert [found.path for found in by_form(folder, [folder / "a.so", folder / "b.so"])] == ["b.so"]
-
-
-def loaded_objects() -> list[str]:
-    """Small shared objects of this very interpreter."""
-    import _json
-    import _struct
-
-    return [module.__file__ for module in (_json, _struct)]
 
 
 # -- the lock --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ Give each process ONE visible GPU: the keys of the entries contain the device's 
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import json
 import os
 import shutil
@@ -26,7 +28,7 @@ from paceline.compiling.archive import MANIFEST, TRUST, Unpacked, pack, read_man
 from paceline.compiling.damage import Damage
 from paceline.compiling.fingerprint import FILE_NAME, Fingerprint
 from paceline.compiling.lock import Holder, holder, is_held, locked
-from paceline.compiling.places import chosen_root, default_root, filesystem, is_network_filesystem
+from paceline.compiling.places import chosen_root, default_root, filesystem, is_network_filesystem, unwritable
 from paceline.errors import UserError
 
 __all__ = [
@@ -50,6 +52,8 @@ __all__ = [
 
 Condition = Literal["cold", "unfinished", "finished"]
 _STAMP = "used"
+_NO_ROOM = 1 << 20
+"""Bytes; less than one small kernel and its library take."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,14 @@ class Repair:
     condition: Condition
     damages: list[Damage]
     message: str
+
+
+@dataclass(frozen=True)
+class _Was:
+    """A file as the warm-up found it. Torch and Triton replace files (another inode) and never write into one."""
+
+    inode: int
+    fact: tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class CompileCache:
         self.fingerprint = fingerprint
         self.folder = root / fingerprint.key
         self.lock_file = _lock_file(self.folder)
+        self._before: dict[str, _Was] = {}
 
     @property
     def compiled(self) -> tuple[Path, Path]:
@@ -105,12 +118,10 @@ class CompileCache:
             inductor.mkdir(parents=True, exist_ok=True)
             triton.mkdir(exist_ok=True)
             (self.folder / _STAMP).touch()
-            self.fingerprint.save(self.folder / FILE_NAME)
+            if Fingerprint.load(self.folder / FILE_NAME) != self.fingerprint:
+                self.fingerprint.save(self.folder / FILE_NAME)
         except OSError as error:
-            raise UserError(
-                f"cannot write the compile cache {self.folder}: {error.strerror}",
-                "set compiling.cache to a folder on a local disk that you may write",
-            ) from None
+            raise unwritable(self.folder, error) from None
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(inductor)
         os.environ["TRITON_CACHE_DIR"] = str(triton)
 
@@ -139,7 +150,60 @@ class CompileCache:
 
         Args:
             killed: the holder of the lock that was killed in its warm-up, to be named.
+
+        Raises:
+            UserError: a damaged file cannot be removed.
         """
+        manifest = read_manifest(self.folder) or {}
+        try:
+            repair = self._repair(killed)
+        except OSError as error:
+            raise unwritable(self.folder, error) from None
+        self._remember(manifest)
+        return repair
+
+    def finish(self, parts: Collection[str], seconds: float | None = None) -> str | None:
+        """Record that a warm-up ended, and what it left. Hold the lock.
+
+        Only what is whole is recorded: a file that was there before and is not what `repair` found, or a new one that
+        cannot be whole, was damaged while the warm-up ran. It is removed, or torch would complain of it at each start.
+
+        Args:
+            parts: what the warm-up ran.
+            seconds: what it took; None, where nothing was compiled, keeps what was recorded.
+
+        Returns:
+            One line on what was removed, or on why nothing could be recorded; None where all is well.
+        """
+        files = damage.write_manifest(self.folder, self._files())
+        damages = self._damaged_meanwhile(files)
+        try:
+            self._remove_units(damages)
+            left = {name: fact for name, fact in files.items() if (self.folder / name).exists()}
+            # What was removed has to be compiled once more, by whoever comes next, before any part counts as warm.
+            self._record(() if damages else {*parts, *self._record_parts()}, seconds, left)
+        except OSError as error:
+            return f"compile cache {self.folder}: the warm-up cannot be recorded: {error.strerror}"
+        if not damages:
+            return None
+        words = f"removed {_count(len(damages), 'entry', 'entries')} ({_first(damages)})"
+        why = "something else cut, changed or deleted them while the warm-up ran"
+        return f"compile cache {self.folder}: {words}: {why}; what is missing is compiled anew at the next start"
+
+    def full(self, error: Exception) -> UserError | None:
+        """What to raise where `error`, of a warm-up, came from a disk with no room for compiled code; else None."""
+        left = shutil.disk_usage(self.folder if self.folder.exists() else self.root).free
+        if left > _NO_ROOM and os.strerror(errno.ENOSPC) not in str(error):
+            return None
+        return unwritable(
+            self.folder, OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({left / 2**20:.1f} MiB free)")
+        )
+
+    def holds(self, parts: Collection[str]) -> bool:
+        """Whether a finished warm-up ran all of these parts."""
+        return self.condition() == "finished" and set(parts) <= self._record_parts()
+
+    def _repair(self, killed: Holder | None) -> Repair:
         condition, damages = self.condition(), self.check()
         if condition == "cold":
             return Repair("cold", [], f"compile cache {self.folder} is empty: compiling")
@@ -147,29 +211,12 @@ class CompileCache:
             return self._repair_unfinished(damages, killed)
         if not damages:
             return Repair(condition, [], f"compile cache {self.folder} is whole")
-        for unit in {_unit(found.path) for found in damages}:
-            _remove(self.folder / unit)
+        self._remove_units(damages)
         (self.folder / MANIFEST).unlink(missing_ok=True)
         words = (
             f"removed {_count(len(damages), 'damaged entry', 'damaged entries')} ({_first(damages)}), compiling anew"
         )
         return Repair(condition, damages, f"compile cache {self.folder}: {words}")
-
-    def finish(self, parts: Collection[str], seconds: float) -> None:
-        """Record that a warm-up ended: `parts` name what it ran, `seconds` what it took. Hold the lock."""
-        record = {
-            "parts": sorted({*parts, *self._record_parts()}),
-            "seconds": round(seconds, 2),
-            "written": time.time(),
-            "files": damage.write_manifest(self.folder, self._files()),
-        }
-        half = self.folder / f"{MANIFEST}.half"
-        half.write_text(json.dumps(record))
-        half.replace(self.folder / MANIFEST)
-
-    def holds(self, parts: Collection[str]) -> bool:
-        """Whether a finished warm-up ran all of these parts."""
-        return self.condition() == "finished" and set(parts) <= self._record_parts()
 
     def _repair_unfinished(self, damages: list[Damage], killed: Holder | None) -> Repair:
         who = f"{killed} was killed in it" if killed else "it was stopped"
@@ -178,10 +225,53 @@ class CompileCache:
         if not damages:
             return Repair("unfinished", [], f"{start}; its {_count(len(files), 'file')} look whole and are kept")
         for folder in self.compiled:
-            _remove(folder)
+            shutil.rmtree(folder)
             folder.mkdir(parents=True)
         removed = f"removed its {_count(len(files), 'file')}, for {_first(damages)}; compiling anew"
         return Repair("unfinished", damages, f"{start}; {removed}")
+
+    def _remember(self, manifest: damage.Manifest) -> None:
+        """Take down what lies there; what `check` has compared with `manifest` is not read again."""
+        listed = [file for file in self._files() if str(file.relative_to(self.folder)) in manifest]
+        facts = {str(file.relative_to(self.folder)): manifest[str(file.relative_to(self.folder))] for file in listed}
+        facts |= damage.write_manifest(self.folder, (file for file in self._files() if file not in listed))
+        self._before = {}
+        for name, fact in facts.items():
+            with contextlib.suppress(FileNotFoundError):
+                self._before[name] = _Was((self.folder / name).stat().st_ino, fact)
+
+    def _damaged_meanwhile(self, now: damage.Manifest) -> list[Damage]:
+        """What `repair` found whole and is so no more, and what came since and cannot be whole."""
+        found, written = [], set(now) - set(self._before)
+        for name, was in self._before.items():
+            reason = damage.changed(was.fact, now.get(name))
+            if reason and name in now and (damage.is_rewritten(name) or self._is_another(name, was)):
+                written.add(name)
+            elif reason:
+                found.append(Damage(name, reason))
+        return found + damage.by_form(self.folder, [self.folder / name for name in sorted(written)])
+
+    def _is_another(self, name: str, was: _Was) -> bool:
+        """Whether a file was put in the place of the one that was there, as compilers do it."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / name).stat().st_ino != was.inode
+        return False
+
+    def _remove_units(self, damages: Iterable[Damage]) -> None:
+        for path in {path for found in damages for path in _unit(self.folder, found.path)}:
+            _remove(path)
+
+    def _record(self, parts: Collection[str], seconds: float | None, files: damage.Manifest) -> None:
+        kept = _recorded_seconds(self.folder) or 0.0
+        record = {
+            "parts": sorted(parts),
+            "seconds": kept if seconds is None else round(seconds, 2),
+            "written": time.time(),
+            "files": files,
+        }
+        half = self.folder / f"{MANIFEST}.half"
+        half.write_text(json.dumps(record))
+        half.replace(self.folder / MANIFEST)
 
     def _files(self) -> Iterator[Path]:
         return damage.cache_files(self.compiled)
@@ -204,31 +294,48 @@ def prune(root: Path, *, keep: Iterable[str] = (), older_than_days: float = 0.0)
 
     Returns:
         What was removed.
+
+    Raises:
+        UserError: one cannot be removed.
     """
     limit = time.time() - older_than_days * 86_400
     kept = set(keep)
-    doomed = [
-        facts
-        for facts in list_caches(root)
-        if facts.key not in kept and facts.last_used <= limit and facts.holder is None
-    ]
-    for facts in doomed:
-        shutil.rmtree(facts.folder, ignore_errors=True)
-        _lock_file(facts.folder).unlink(missing_ok=True)
-    return doomed
+    doomed = [facts for facts in list_caches(root) if facts.key not in kept and facts.last_used <= limit]
+    return [facts for facts in doomed if facts.holder is None and _removed(facts.folder)]
+
+
+def _removed(folder: Path) -> bool:
+    """Remove a cache under its lock; False where a warm-up has taken it meanwhile. Raises UserError."""
+    file = _lock_file(folder)
+    try:
+        with locked(file, "paceline cache prune", 0.0):
+            shutil.rmtree(folder)
+            file.unlink()
+    except FileNotFoundError:
+        pass  # another prune was faster
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    except UserError:
+        if is_held(file):
+            return False
+        raise
+    return True
 
 
 def last_warmup_seconds(root: Path) -> float | None:
     """What the most recent finished warm-up under `root` took, to say what the next one may take."""
-    for facts in list_caches(root):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return float(json.loads((facts.folder / MANIFEST).read_text())["seconds"])
+    seconds = (_recorded_seconds(facts.folder) for facts in list_caches(root))
+    return next((one for one in seconds if one), None)
+
+
+def _recorded_seconds(folder: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads((folder / MANIFEST).read_text())["seconds"])
     return None
 
 
 def _facts(folder: Path) -> CacheFacts:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    stamp = folder / _STAMP
+    sizes = list(_sizes(folder))
     lock_file = _lock_file(folder)
     return CacheFacts(
         folder=folder,
@@ -236,9 +343,24 @@ def _facts(folder: Path) -> CacheFacts:
         condition=_condition(folder),
         bytes=sum(sizes),
         files=len(sizes),
-        last_used=(stamp if stamp.exists() else folder).stat().st_mtime,
+        last_used=_last_used(folder),
         holder=(holder(lock_file) or _UNNAMED) if is_held(lock_file) else None,
     )
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Of every file; a launch may be at work there, so what vanishes meanwhile is left out."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.stat(os.path.join(where, name)).st_size
+
+
+def _last_used(folder: Path) -> float:
+    for place in (folder / _STAMP, folder):
+        with contextlib.suppress(OSError):
+            return place.stat().st_mtime
+    return 0.0
 
 
 _UNNAMED = Holder(pid=0, host="?", who="a process that has not said its name", since=0.0)
@@ -256,10 +378,16 @@ def _lock_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _unit(path: str) -> Path:
-    """What must go when a file is damaged: Triton's files belong together in their folder, Inductor's stand alone."""
-    parts = Path(path).parts
-    return Path(*parts[:2]) if parts[0] == "triton" and len(parts) > 2 else Path(path)
+def _unit(folder: Path, path: str) -> list[Path]:
+    """What must go when a file is damaged.
+
+    Triton's files belong together in their folder. Of Inductor's, those of one name do: a library that is missing is
+    built again from the source beside it, which nobody would write again if that were the one that is cut.
+    """
+    parts, file = Path(path).parts, folder / path
+    if parts[0] == "triton" and len(parts) > 2:
+        return [folder.joinpath(*parts[:2])]
+    return [file, *file.parent.glob(f"{glob.escape(file.name.partition('.')[0])}.*")]
 
 
 def _remove(path: Path) -> None:

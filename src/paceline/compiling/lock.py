@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.compiling.places import unwritable
 from paceline.errors import UserError
 
 _POLL_SECONDS = 0.05
@@ -51,15 +52,14 @@ def locked(file: Path, who: str, seconds: float) -> Iterator[Holder | None]:
         The holder before, if it was killed while it held the lock; else None.
 
     Raises:
-        UserError: another process still holds it after `seconds`; names that process.
+        UserError: another process still holds it after `seconds`, and is named; or the file cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = _acquire(file, seconds)
     try:
-        _acquire(handle, file, seconds)
         killed = holder(file)
         me = Holder(pid=os.getpid(), host=socket.gethostname(), who=who, since=time.time())
-        _write(handle, json.dumps(asdict(me)))
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
+            _write(handle, json.dumps(asdict(me)))
         try:
             yield killed
         finally:
@@ -71,13 +71,23 @@ def locked(file: Path, who: str, seconds: float) -> Iterator[Holder | None]:
 def is_held(file: Path) -> bool:
     """Whether some process holds the lock now."""
     try:
-        handle = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        handle = _open_to_look(file)
+    except OSError:
         return False
     try:
         return not _try(handle)
     finally:
         os.close(handle)
+
+
+def _open_to_look(file: Path) -> int:
+    """For writing where that is allowed: some network file systems lock nothing else."""
+    try:
+        return os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _try(handle: int) -> bool:
@@ -88,9 +98,10 @@ def _try(handle: int) -> bool:
     return True
 
 
-def _acquire(handle: int, file: Path, seconds: float) -> None:
+def _acquire(file: Path, seconds: float) -> int:
+    """The locked file, opened; it is opened anew at each try, for another may have removed it meanwhile."""
     deadline = time.monotonic() + seconds
-    while not _try(handle):
+    while (handle := _open_locked(file)) is None:
         if time.monotonic() >= deadline:
             who = holder(file) or "another process"
             raise UserError(
@@ -98,6 +109,27 @@ def _acquire(handle: int, file: Path, seconds: float) -> None:
                 "see what that process does (paceline doctor --pid), or raise compiling.warmup_seconds",
             )
         time.sleep(_POLL_SECONDS)
+    return handle
+
+
+def _open_locked(file: Path) -> int | None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise unwritable(file, error) from None
+    if _try(handle) and _is_still(file, handle):
+        return handle
+    os.close(handle)
+    return None
+
+
+def _is_still(file: Path, handle: int) -> bool:
+    """Whether `file` names what was locked: a lock on a file that was removed keeps nobody out."""
+    try:
+        return os.path.samestat(file.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _write(handle: int, text: str) -> None:

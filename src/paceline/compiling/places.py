@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+from paceline.errors import UserError
 
 _NETWORK = """
     nfs nfs3 nfs4 cifs smb smb2 smb3 smbfs afs lustre gpfs beegfs ceph glusterfs orangefs pvfs2 panfs wekafs ocfs2 9p
@@ -22,6 +25,17 @@ def default_root() -> Path:
 def chosen_root(setting: str = "") -> Path:
     """The root that ``compiling.cache`` names, or the default where it is empty."""
     return Path(setting).expanduser().absolute() if setting else default_root()
+
+
+def unwritable(place: Path, error: OSError) -> UserError:
+    """What is raised where a cache, or what belongs to it, cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return UserError(
+        f"cannot write the compile cache {place}: {error.strerror or error}",
+        "make room there, or set compiling.cache to a folder on another disk"
+        if full
+        else "set compiling.cache to a folder on a local disk that you may write",
+    )
 
 
 def filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

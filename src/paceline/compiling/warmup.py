@@ -138,6 +138,8 @@ class _Outcome:
     parts: tuple[PartReport, ...]
     compiler: bool
     repair: str = ""
+    lost: str | None = None
+    """What the end of the warm-up found damaged, in one line."""
 
 
 class _Clock:
@@ -185,11 +187,15 @@ def _compile(parts: Sequence[WarmPart], cache: CompileCache, killed: Holder | No
     began = time.monotonic()
     repair = cache.repair(killed)
     clock.report(PhaseReport("check of the compile cache", time.monotonic() - began, repair.message))
-    reports = _run_all(parts, clock)
-    labels = [part.label for part in parts]
-    if any(part.counters.compiled for part in reports) or not cache.holds(labels):
-        cache.finish(labels, sum(part.seconds for part in reports))
-    return _Outcome(reports, compiler=True, repair=repair.message)
+    try:
+        reports = _run_all(parts, clock)
+    except Exception as error:
+        if full := cache.full(error):
+            raise full from error
+        raise
+    compiled = any(part.counters.compiled for part in reports)
+    lost = cache.finish([part.label for part in parts], sum(part.seconds for part in reports) if compiled else None)
+    return _Outcome(reports, compiler=True, repair=repair.message, lost=lost)
 
 
 def _run_all(parts: Sequence[WarmPart], clock: _Clock) -> tuple[PartReport, ...]:
@@ -236,7 +242,7 @@ def _compiled_or_loaded(moved: Counters) -> str:
 def _warnings(outcome: _Outcome, role: Role, cache: CompileCache) -> tuple[str, ...]:
     compiled = sum(part.counters.compiled for part in outcome.parts)
     if outcome.compiler or not compiled:
-        return ()
+        return (outcome.lost,) if outcome.lost else ()
     bypassed = sum(part.counters.fxgraph_cache_bypass for part in outcome.parts)
     return (f"{role.name} compiled {compiled} graphs that the cache should have held: {_why_missed(cache, bypassed)}",)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 
 import torch
@@ -82,7 +83,7 @@ def warm_worker(run: Run, learner: Learner | None, target: Target | None) -> Wat
     )
     _keep(run, report)
     for warning in report.warnings:
-        print(f"rank {run.world.rank}: {warning}", flush=True)
+        print(f"rank {run.world.rank}: {warning}", file=sys.stderr, flush=True)
     if learner is not None and expected is not None:
         _compare(learner, tokens, expected, run)
     dense_flex_raises()

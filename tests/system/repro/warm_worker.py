@@ -1,14 +1,15 @@
 """One worker of a launch on CPU: warms up on a cache and prints what happened as JSON.
 
-    python warm_worker.py ROOT NAME [--leader] [--flex] [--bare-first] [--die-in-backward]
+    python warm_worker.py ROOT NAME [--leader] [--flex] [--bare-first] [--die-in-backward] [--cut-entries]
 
 `--die-in-backward` is kill -9 in the middle of the first compilation: after the forward was compiled and saved, as the
 backward's compilation starts. `--bare-first` runs the parts without Paceline's warm-up before it, on the cache as it
-lies there.
+lies there. `--cut-entries` cuts what torch saved of its graphs, in the middle of the warm-up, before torch reads it.
 """
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -66,6 +67,30 @@ def void(_: object) -> None:
     pass
 
 
+def cutting_part(cache: CompileCache) -> WarmPart:
+    """What a stray process does to the cache while the warm-up runs."""
+
+    def run() -> None:
+        for kind in ("fxgraph", "aotautograd"):
+            for file in (cache.compiled[0] / kind).rglob("*"):
+                if file.is_file():
+                    os.truncate(file, file.stat().st_size // 2)
+
+    return WarmPart("damage", run)
+
+
+class Complaints(logging.Handler):
+    """What torch warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        logging.getLogger("torch._inductor.codecache").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 def die_when_backward_compiles() -> None:
     from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
@@ -92,18 +117,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("name")
-    for flag in ("--leader", "--flex", "--bare-first", "--die-in-backward"):
+    for flag in ("--leader", "--flex", "--bare-first", "--die-in-backward", "--cut-entries"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     cache = CompileCache(options.root, take(files=[Path(__file__)], modules=()))
     cache.activate()
     skip_probes()
     parts = [step_part(), *([flex_part()] if options.flex else [])]
+    if options.cut_entries:
+        parts.insert(0, cutting_part(cache))
+    complaints = Complaints()
     if options.die_in_backward:
         die_when_backward_compiles()
     bare = bare_error(parts) if options.bare_first else None
     answer = warm(parts, cache, Role(options.leader, options.name, 120.0))
-    print(json.dumps({"folder": str(cache.folder), "bare_error": bare, **answer}))
+    print(json.dumps({"folder": str(cache.folder), "bare_error": bare, "complaints": complaints.said, **answer}))
 
 
 def warm(parts: list[WarmPart], cache: CompileCache, role: Role) -> dict:
