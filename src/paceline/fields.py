@@ -21,14 +21,14 @@ class Fields:
     values: Mapping[str, Any]
     where: str
     """The file or folder, for messages."""
-    remedy: str = "get the file again from where it came"
+    remedy: str
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def need(self, key: str) -> Any:
         if not self.has(key):
-            raise UserError(f"{self.where} does not say {key}", "take a complete folder; nothing is guessed")
+            raise UserError(f"{self.where} does not say {key}", self.remedy)
         return self.values[key]
 
     def whole(self, key: str, low: int, high: int = LARGEST, default: int | None = None) -> int:
@@ -52,6 +52,13 @@ class Fields:
             least = "of at least 0" if zero else "above 0"
             most = "" if below == math.inf else f" and below {below:g}"
             self._refuse(key, value, f"a number {least}{most}")
+        return float(value)
+
+    def figure(self, key: str) -> float:
+        """Any finite number; nan where absent, for JSON has none."""
+        value = self._given(key, math.nan)
+        if self.has(key) and not _is_number(value):
+            self._refuse(key, value, "a number")
         return float(value)
 
     def text(self, key: str, default: str = "") -> str:

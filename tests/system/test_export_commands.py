@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from paceline.evaluation.decode import Engine
 from paceline.evaluation.report import EncodedPrompt, by_context, evaluate
 from paceline.evaluation.verify import check_features, failed, verify
 from paceline.export.command import ExportOptions, run_export
+from paceline.export.origin import origin_of
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,8 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     target, shape = shapes_of(place / "target")
     drafter = make_drafter(shape)
     rows = (export.TauRow("code", 2.5, 1.5, 10),)
-    card = export.CardFacts(target=str(place / "target"), settings="[training]", results=rows)
+    origin = origin_of(config)
+    card = export.CardFacts(origin.name, origin.revision, origin.weights, settings="[training]", results=rows)
     export.write(
         place / "run" / "best", drafter.state_dict(), shape, target, dtype="float32", tokenizer=tokenizer(), card=card
     )
@@ -90,6 +93,100 @@ def test_verify_fails_on_another_template(world, tmp_path: Path):
     other.save_pretrained(tmp_path / "target")
     assert [check.name for check in failed(verify(place / "run" / "best", changed))] == ["chat template"]
     assert run_verify(VerifyOptions(str(place / "run" / "best"), changed.model)) == 1
+
+
+def test_other_weights_of_the_target_are_noted(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A target of the same sizes that was trained further: no fault, and said by every command."""
+    place, *_ = world
+    drafter, other = str(place / "run" / "best"), save_target(make_target("qwen3", seed=5), tmp_path / "other")
+    assert run_verify(VerifyOptions(drafter, str(place / "target"))) == 0
+    assert "ok    target's weights: those that it was trained with" in capsys.readouterr().out
+    assert run_verify(VerifyOptions(drafter, other.model)) == 0
+    told = capsys.readouterr()
+    assert f"note  target's weights: trained with {place / 'target'} (fingerprint " in told.out
+    assert "1 with a note" in told.err
+    options = EvalOptions(drafter=drafter, target=other.model, prompts=str(prompts_file(tmp_path, 3)), tokens=8)
+    assert run_eval(options) == 0
+    assert "warning: the target's weights: trained with" in capsys.readouterr().err
+    assert run_export(ExportOptions(drafter, str(tmp_path / "out"), target=other.model)) == 0
+    assert "warning: the target's weights: trained with" in capsys.readouterr().err
+    assert "- trained with `target`, weights " in (tmp_path / "out" / "README.md").read_text()
+    # From now on it is the other one's.
+    assert run_verify(VerifyOptions(str(tmp_path / "out"), other.model)) == 0
+    assert "note" not in capsys.readouterr().out
+
+
+def prompts_file(folder: Path, *lengths: int) -> Path:
+    path = folder / "some.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": " ".join(["w9"] * length)}) for length in lengths))
+    return path
+
+
+def test_eval_sets_prompts_beyond_the_context_aside(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place, *_ = world
+    out = tmp_path / "result.json"
+    options = EvalOptions(
+        drafter=str(place / "run" / "best"), prompts=str(prompts_file(tmp_path, 5, 300, 6)), tokens=8, out=str(out)
+    )  # fmt: skip
+    assert run_eval(options) == 0
+    assert "1 of 3 prompts set aside: longer than the target's context of 256 tokens" in capsys.readouterr().err
+    settings = json.loads(out.read_text())["settings"]
+    assert settings["prompts"] == 2
+    assert list(settings["set_aside"].values()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        (256, (5,), "--tokens = 256 leaves no room for a prompt in the target's context of 256"),
+        (8, (300, 301), "none of 2 prompts can be decoded"),
+    ],
+)
+def test_eval_refuses_a_context_that_is_too_short_before_it_loads(
+    world, tokens: int, lengths: tuple[int, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    place, *_ = world
+    monkeypatch.setattr("paceline.evaluation.command.TransformersTarget", None)
+    options = EvalOptions(drafter=str(place / "run" / "best"), prompts=str(prompts_file(tmp_path, *lengths)))
+    with pytest.raises(UserError, match=message):
+        run_eval(dataclasses.replace(options, tokens=tokens))
+
+
+def test_eval_warns_of_a_drafter_that_was_changed(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place, *_ = world
+    shutil.copytree(place / "run" / "best", tmp_path / "changed")
+    path = tmp_path / "changed" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}))
+    options = EvalOptions(drafter=str(tmp_path / "changed"), prompts=str(prompts_file(tmp_path, 3)), tokens=8)
+    assert run_eval(options) == 0
+    assert "warning: the drafter was changed since it was exported: rms eps 1e-05" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mask", "status", "word"), [(96, "ok", "unused"), (7, "note", "w7"), (95, "note", "end-of")])
+def test_verify_notes_a_mask_token_that_text_may_hold(world, mask: int, status: str, word: str, tmp_path: Path):
+    place, _, config, shape, drafter = world
+    target, _ = shapes_of(place / "target")
+    out = export.write(
+        tmp_path / "d", drafter.state_dict(), dataclasses.replace(shape, mask_token_id=mask), target, dtype="float32"
+    )
+    (found,) = [check for check in verify(out, config) if check.name == "mask token"]
+    assert found.status == status
+    assert word in found.detail
+
+
+@pytest.mark.parametrize("verb", ["verify", "eval", "export"])
+def test_a_damaged_record_stops_every_command(world, verb: str, tmp_path: Path):
+    place, _, config, *_ = world
+    shutil.copytree(place / "run" / "best", tmp_path / "d")
+    (tmp_path / "d" / "paceline.json").write_text('{"paceline": "0.1.0", "target": "x"')
+    drafter = str(tmp_path / "d")
+    run = {
+        "verify": lambda: run_verify(VerifyOptions(drafter, config.model)),
+        "eval": lambda: run_eval(EvalOptions(drafter=drafter, target=config.model, prompts="x")),
+        "export": lambda: run_export(ExportOptions(drafter, str(tmp_path / "out"), target=config.model)),
+    }
+    with pytest.raises(UserError, match=r"paceline\.json cannot be read"):
+        run[verb]()
 
 
 def test_verify_catches_a_rope_that_readers_would_take(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,7 @@ def test_a_warm_start_that_gained_nothing_says_so_everywhere(
     make_world(tmp_path)
     (tmp_path / "run.toml").write_text(configuration.dump(config_of(tmp_path, "first", steps=3)))
     assert cli.main(["train", str(tmp_path / "run.toml")]) == 0
+    assert "note: " not in capfd.readouterr().err
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
     words = ["run.name=second", f"drafter.init={first}/last", "training.learning_rate=1e-9"]
     capfd.readouterr()
@@ -40,3 +41,17 @@ def test_a_warm_start_that_gained_nothing_says_so_everywhere(
     assert "rank 0 | step 3" in said
     assert "finished: 3 of 3 steps, τ " in said
     assert "(best at step 0)" in said
+
+
+def test_an_ordinary_token_as_the_mask_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    make_world(tmp_path)
+    for path in tmp_path.glob("*.jsonl"):
+        path.write_text(path.read_text().replace("w9 ", "w8 ").replace('w9"', 'w8"'))
+    (tmp_path / "run.toml").write_text(configuration.dump(config_of(tmp_path, steps=1)))
+    assert cli.main(["train", str(tmp_path / "run.toml"), "target.mask_token_id=9"]) == 0
+    (note,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert "target.mask_token_id = 9 is an ordinary token of the target, 'w9'" in note
+    assert "to an id that never occurs in" in note

@@ -22,7 +22,15 @@ from paceline.evaluation.verify import Check, summary
     ("change", "message"),
     [
         ({}, "--drafter is missing"),
-        ({"tokens": 0}, "--tokens = 0"),
+        *(({"tokens": number}, f"--tokens = {number} leaves nothing to draft") for number in (1, 0, -1)),
+        ({"seed": -1}, "--seed = -1"),
+        ({"seed": 1 << 70}, "--seed = "),
+        ({"compare": -2.0}, "--compare = -2.0"),
+        ({"compare": float("nan")}, "--compare = nan"),
+        ({"temperature": float("nan")}, "--temperature = nan"),
+        ({"temperature": float("inf")}, "--temperature = inf"),
+        ({"out": "/proc/none/result.json"}, "--out = '/proc/none/result.json' cannot be written"),
+        ({"out": "."}, "--out = '.' cannot be written"),
         ({"count": -1}, "--count = -1"),
         ({"batches": (4, 0)}, "--batches = 4 0"),
         ({"thinking": "maybe"}, "--thinking = 'maybe'"),
@@ -61,7 +69,7 @@ def test_what_was_not_checked_has_not_passed():
     assert summary(checks) == "2 checks passed, 1 not made"
     assert summary([Check("a", "ok")]) == "1 check passed"
     more = [*checks, Check("d", "note"), Check("e", "fail")]
-    assert summary(more) == "2 checks passed, 1 with a limit of an engine, 1 failed, 1 not made"
+    assert summary(more) == "2 checks passed, 1 with a note, 1 failed, 1 not made"
 
 
 def evaluation(steps: int, block: int) -> Evaluation:
@@ -99,6 +107,6 @@ def test_a_folder_of_two_files_is_verified(tmp_path: Path, capsys: pytest.Captur
             path.unlink()
     assert run_verify(VerifyOptions(str(small))) == 0
     told = capsys.readouterr()
-    assert "4 not made" in told.err
-    assert sum(line.startswith("skip ") for line in told.out.splitlines()) == 4
+    assert "7 not made" in told.err
+    assert sum(line.startswith("skip ") for line in told.out.splitlines()) == 7
     assert not any(line.startswith("note ") for line in told.out.splitlines())

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import UserError
 from paceline.evaluation.predict import StepTimes, best_block, block_lengths, speedup, tau_at
-from paceline.evaluation.prompts import Prompt, encode, load_prompts, spread
+from paceline.evaluation.prompts import Prompt, encode, encode_all, load_prompts, spread
 
 
 def test_rows_of_both_shapes(tmp_path: Path):
@@ -73,6 +73,30 @@ def test_encoding_ends_where_the_answer_begins():
     thinking = template + "{% if enable_thinking %} T{% endif %}"
     assert encode(tokenizer(thinking), prompt, thinking="on") == [3, 1, 2, 4, 5]
     assert encode(tokenizer(thinking), prompt, thinking="off") == [3, 1, 2, 4]
+
+
+def words(count: int) -> Prompt:
+    return Prompt(({"role": "user", "content": " ".join(["a"] * count)},), "k")
+
+
+def test_prompts_beyond_the_targets_context_are_set_aside():
+    asked = [words(count) for count in (6, 7, 0, 30)]
+    kept, aside = encode_all(tokenizer(None), asked, "template", tokens=4, context=10)
+    assert [(len(item.ids), item.kind) for item in kept] == [(6, "k")]
+    assert aside == {
+        "longer than the target's context of 10 tokens less 4 for the answer (up to 30)": 2,
+        "without a token": 1,
+    }
+    kept, aside = encode_all(tokenizer(None), asked, "template", tokens=4, context=0)
+    assert [len(item.ids) for item in kept] == [6, 7, 30]
+
+
+def test_no_prompt_that_can_be_decoded_is_refused():
+    with pytest.raises(UserError, match="none of 2 prompts can be decoded: 2 longer than the target's context of 10"):
+        encode_all(tokenizer(None), [words(7), words(8)], "template", tokens=4, context=10)
+    for tokens in (10, 11):
+        with pytest.raises(UserError, match=f"tokens = {tokens} leaves no room for a prompt"):
+            encode_all(tokenizer(None), [words(1)], "template", tokens=tokens, context=10)
 
 
 def test_predictions():

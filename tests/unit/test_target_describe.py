@@ -13,7 +13,15 @@ from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.shapes import TargetShape
 from paceline.target import gguf
-from paceline.target.describe import check_mask_token, choose_layers, load_tokenizer, mask_candidates, read_shape
+from paceline.target.describe import (
+    check_mask_token,
+    choose_layers,
+    load_tokenizer,
+    mask_candidates,
+    mask_note,
+    mask_offer,
+    read_shape,
+)
 
 SMALL = {
     "vocab_size": 60,
@@ -240,6 +248,13 @@ def test_mask_ids_that_mean_something_or_do_not_exist(mask: int, why: str) -> No
 @pytest.mark.parametrize("mask", [15, 16, 17, 19])
 def test_mask_ids_that_serve(mask: int) -> None:
     check_mask_token(TargetConfig(mask_token_id=mask), shape_of(), tokenizer())
+
+
+def test_an_ordinary_token_as_the_mask_is_noted() -> None:
+    assert mask_note(7, shape_of(), tokenizer()) == "an ordinary token of the target, 'c'"
+    assert mask_note(2, shape_of(), tokenizer()) == "the target's end-of-sequence token"
+    assert [mask_note(mask, shape_of(), tokenizer()) for mask in (15, 16, 17, 19)] == [""] * 4
+    assert "17 (unused row)" in mask_offer(shape_of(), tokenizer())
 
 
 def test_pad_that_is_eos_is_no_fallback() -> None:

@@ -146,9 +146,11 @@ def _real(case: Case) -> tuple[Engine, list[EncodedPrompt]]:
         target=case.options.model,
         prompts=case.options.prompts,
         count=max(case.options.batches),
+        tokens=case.options.answer,
         device=case.device.type,
         dtype=case.options.dtype,
         graphs="on" if _graphs(case) else "off",
     )
-    engine, prompts, _ = prepare(options, Sampling())
+    ready = prepare(options, Sampling())
+    engine, prompts = ready.engine, ready.prompts
     return engine, prompts

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from paceline import __version__
 from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.evaluation import endpoint
+from paceline.evaluation.checks import Check
 from paceline.evaluation.decode import Engine
-from paceline.evaluation.prompts import encode, load_prompts
-from paceline.evaluation.report import EncodedPrompt, evaluate, lines
+from paceline.evaluation.prompts import EncodedPrompt, encode_all, load_prompts
+from paceline.evaluation.report import check_limit, evaluate, lines
 from paceline.evaluation.sampling import Sampling
-from paceline.evaluation.verify import Check, failed, load_drafter, summary, verify
+from paceline.evaluation.verify import failed, load_drafter, summary, verify
 from paceline.export import files, folder
-from paceline.export.card import target_revision
 from paceline.export.command import find_drafter, say_choice
+from paceline.export.contents import changes, contents_of
+from paceline.export.facts import Facts, read_facts
 from paceline.export.flags import named_by_flags
+from paceline.export.origin import Origin, compare, origin_of
 from paceline.shapes import DrafterShape
 from paceline.target.describe import load_tokenizer, read_shape
-from paceline.target.source import resolve
 from paceline.target.transformers_body import TransformersTarget
 
 
@@ -106,14 +110,33 @@ def run_eval(options: EvalOptions) -> int:
 
 def _check_ranges(options: EvalOptions) -> None:
     """Refuse by name, before anything is loaded, what could only fail later."""
-    if options.tokens < 1:
-        raise UserError(f"tokens = {options.tokens} decodes nothing", "give at least 1")
+    check_limit("tokens", options.tokens)
     if options.count < 0:
         raise UserError(f"count = {options.count} is negative", "use 0 for all prompts")
+    if not 0 <= options.compare < math.inf:
+        raise UserError(f"compare = {options.compare} is no τ", "give the τ that was measured here, or leave it out")
+    if not 0 <= options.seed < 1 << 63:
+        raise UserError(f"seed = {options.seed} is outside 0 … 2^63 - 1", "give a smaller one")
     if any(size < 1 for size in options.batches):
         raise UserError(f"batches = {' '.join(map(str, options.batches))} has one below 1", "give sizes of at least 1")
     if options.thinking not in ("template", "on", "off"):
         raise UserError(f"thinking = {options.thinking!r} is not one of template, on, off", "choose one of them")
+    _check_out(options.out)
+
+
+def _check_out(out: str) -> None:
+    """Not at the end of a long measurement."""
+    if not out:
+        return
+    path = Path(out)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"out = {out!r} cannot be written: {error.strerror}", "name another file") from None
 
 
 def _run_here(options: EvalOptions, sampling: Sampling) -> int:
@@ -122,16 +145,17 @@ def _run_here(options: EvalOptions, sampling: Sampling) -> int:
     place = find_drafter(Path(options.drafter))
     say_choice(options.drafter, place)
     options = dataclasses.replace(options, drafter=str(place))
-    engine, prompts, shape = prepare(options, sampling, _say)
+    ready = prepare(options, sampling, _say)
     found = evaluate(
-        engine,
-        prompts,
+        ready.engine,
+        ready.prompts,
         limit=options.tokens,
-        end_ids=shape.eos_token_ids,
+        end_ids=ready.end_ids,
         batches=options.batches or (1,),
-        identity=identity(options),
+        identity=ready.identity,
         report=_say,
     )
+    found = dataclasses.replace(found, settings=found.settings | {"set_aside": ready.set_aside})
     for line in lines(found):
         print(line)
     _write(options.out, found.as_json())
@@ -142,26 +166,58 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def prepare(
-    options: EvalOptions, sampling: Sampling, report: Callable[[str], None] = lambda _line: None
-) -> tuple[Engine, list[EncodedPrompt], DrafterShape]:
-    """Load target, drafter and prompts; the drafter's end ids are the target's."""
+@dataclass(frozen=True)
+class Prepared:
+    """All that a measurement needs."""
+
+    engine: Engine
+    prompts: list[EncodedPrompt]
+    end_ids: tuple[int, ...]
+    """The target's."""
+    set_aside: dict[str, int]
+    """Why prompts were left out, and how many."""
+    identity: dict[str, str]
+
+
+def prepare(options: EvalOptions, sampling: Sampling, report: Callable[[str], None] = lambda _line: None) -> Prepared:
+    """Load drafter, prompts and target, in this order. Raises UserError."""
     place = Path(options.drafter)
     device = torch.device(_device(options.device))
     graphs = _graphs(options.graphs, device, sampling)
     shape, tensors = folder.read(place)
-    config = target_config(options.target or _named_target(place), options.dtype, options.drafter)
-    folder.check_fits(shape, read_shape(config), str(place))
-    chosen = load_prompts(options.prompts, options.count)
+    facts = read_facts(place) or Facts()
+    config = target_config(options.target or facts.target.name, options.dtype, options.drafter)
+    target = read_shape(config)
+    folder.check_fits(shape, target, str(place))
+    _warn_of_changes(facts, shape, tensors, report)
+    prompts, aside = encode_all(
+        load_tokenizer(config),
+        load_prompts(options.prompts, options.count),
+        options.thinking,
+        tokens=options.tokens,
+        context=target.max_positions,
+    )
+    for reason, count in aside.items():
+        report(f"{count} of {count + len(prompts)} prompts set aside: {reason}")
     report(f"loading the target {config.model}")
     body = TransformersTarget.load(config, device, shape.layer_ids)
+    origin = origin_of(config)
+    status, words = compare(facts.target, origin)
+    if status == "note":
+        report(f"warning: the target's weights: {words}")
     shape = dataclasses.replace(shape, eos_token_ids=body.shape.eos_ids or shape.eos_token_ids)
-    tokenizer = load_tokenizer(config)
-    prompts = [EncodedPrompt(tuple(encode(tokenizer, item, options.thinking)), item.kind) for item in chosen]
     drafter = load_drafter(shape, tensors, body.dtype).to(device)
     generator = torch.Generator(device=device).manual_seed(options.seed)
     engine = Engine(body.model, body.ends, drafter, shape, sampling, generator, static=graphs, graphs=graphs)
-    return engine, prompts, shape
+    return Prepared(engine, prompts, shape.eos_token_ids, aside, identity(options, origin))
+
+
+def _warn_of_changes(
+    facts: Facts, shape: DrafterShape, tensors: Mapping[str, Tensor], report: Callable[[str], None]
+) -> None:
+    found = changes(facts.contents, contents_of(shape, tensors)) if facts.contents is not None else []
+    if found:
+        report(f"warning: the drafter was changed since it was exported: {'; '.join(found)}")
 
 
 def target_config(target: str, dtype: str, drafter: str) -> TargetConfig:
@@ -188,10 +244,6 @@ def _graphs(asked: str, device: torch.device, sampling: Sampling) -> bool:
     return possible and asked != "off"
 
 
-def _named_target(place: Path) -> str:
-    return str(folder.read_facts(place).get("target", {}).get("name", ""))
-
-
 def _device(name: str) -> str:
     """The device that a flag names. Raises UserError where torch has no such device."""
     if name == "auto":
@@ -206,11 +258,9 @@ def _device(name: str) -> str:
     return name
 
 
-def identity(options: EvalOptions) -> dict[str, str]:
+def identity(options: EvalOptions, origin: Origin) -> dict[str, str]:
     """Hashes of all that went into a measurement."""
     place = Path(options.drafter)
-    config = TargetConfig(model=options.target or _named_target(place))
-    source = resolve(config)
     found = {
         "paceline": __version__,
         "torch": torch.__version__,
@@ -219,8 +269,9 @@ def identity(options: EvalOptions) -> dict[str, str]:
         if (place / "model.safetensors").exists()
         else files.fingerprint(place),
         "config_sha256": files.file_digest(place / "config.json"),
-        "target": source.name,
-        "target_fingerprint": target_revision(config),
+        "target": origin.name,
+        "target_fingerprint": origin.revision,
+        "target_weights": origin.weights,
         "prompts": options.prompts,
     }
     if Path(options.prompts).is_file():
@@ -253,8 +304,10 @@ def _run_endpoint(options: EvalOptions, sampling: Sampling) -> int:
 
 def _write(out: str, value: dict) -> None:
     if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(Path(out), value)
+        try:
+            files.write_json(Path(out), value)
+        except OSError as error:
+            raise UserError(f"out = {out!r} cannot be written: {error.strerror}", "name another file") from None
 
 
 __all__ = ["EvalOptions", "VerifyOptions", "run_eval", "run_verify"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ HUMAN_EVAL = "human-eval"
 @dataclass(frozen=True)
 class Prompt:
     messages: tuple[dict[str, Any], ...]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    ids: tuple[int, ...]
     kind: str = ""
 
 
@@ -88,6 +95,34 @@ def _human_eval() -> Iterator[Prompt]:
     raise UserError("the installed human-eval package has no HumanEval.jsonl.gz", "install human-eval 1.0.3")
 
 
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], thinking: str, *, tokens: int, context: int
+) -> tuple[list[EncodedPrompt], dict[str, int]]:
+    """The prompts that can be decoded to answers of `tokens`, and why others cannot, each reason with its count.
+
+    context: positions of the target, 0 where unknown. Raises UserError where no prompt is left.
+    """
+    if context and tokens >= context:
+        raise UserError(
+            f"tokens = {tokens} leaves no room for a prompt in the target's context of {context} tokens", "give fewer"
+        )
+    encoded = [EncodedPrompt(tuple(encode(tokenizer, item, thinking)), item.kind) for item in prompts]
+    room = context - tokens if context else math.inf
+    long = [len(item.ids) for item in encoded if len(item.ids) > room]
+    empty = sum(not item.ids for item in encoded)
+    aside: dict[str, int] = {}
+    if long:
+        limits = f"the target's context of {context} tokens less {tokens} for the answer"
+        aside[f"longer than {limits} (up to {max(long)})"] = len(long)
+    if empty:
+        aside["without a token"] = empty
+    kept = [item for item in encoded if 0 < len(item.ids) <= room]
+    if not kept:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in aside.items())
+        raise UserError(f"none of {len(prompts)} prompts can be decoded: {reasons}", "give others, or fewer --tokens")
+    return kept, aside
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, thinking: str = "template") -> list[int]:
     """Token ids up to where the answer begins. thinking: `template` leaves the template's own default, `on` and `off`
     set `enable_thinking`; refused where the template does not know it."""
@@ -98,8 +133,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, thinking: str = "
         options["enable_thinking"] = thinking == "on"
     if not tokenizer.chat_template:
         text = "\n\n".join(str(message["content"]) for message in prompt.messages)
-        return list(tokenizer(text)["input_ids"])
+        return list(tokenizer(text, verbose=False)["input_ids"])
     rendered = tokenizer.apply_chat_template(
         list(prompt.messages), tokenize=False, add_generation_prompt=True, **options
     )
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])

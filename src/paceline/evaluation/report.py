@@ -14,18 +14,13 @@ from paceline.errors import UserError
 from paceline.evaluation.acceptance import Acceptance, KindAcceptance, summarise
 from paceline.evaluation.decode import Decoded, Engine, Timed, decode
 from paceline.evaluation.predict import Prediction, StepTimes, best_block, speedup, tau_at
+from paceline.evaluation.prompts import EncodedPrompt
 from paceline.evaluation.timing import step_times
 
 ENOUGH_STEPS = 200
 """Below this many steps, acceptance by slot says too little to advise on, and nothing accepted may be chance."""
 
 CONTEXT_EDGES = (0, 128, 512, 2_048, 8_192, 32_768)
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    ids: tuple[int, ...]
-    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,11 @@ def evaluate(
 ) -> Evaluation:
     """Decode every prompt with and without the drafter, at each batch size, and compare.
 
-    Acceptance is taken at the first batch size. Raises UserError for a drafter that proposes nothing useful at all
-    (no slot of any step accepted), and in float32 greedy decoding for output that differs from plain decoding's.
+    Acceptance is taken at the first batch size. Raises UserError for a limit below 2, for a drafter that proposes
+    nothing useful at all (no slot of any step accepted), and in float32 greedy decoding for output that differs from
+    plain decoding's.
     """
+    check_limit("limit", limit)
     if engine.drafter is None or engine.shape is None:
         raise AssertionError("an engine with a drafter is evaluated")
     warm_up(engine, prompts[0].ids, end_ids)
@@ -120,6 +117,14 @@ def evaluate(
         | dataclasses.asdict(engine.sampling)
         | {"dtype": str(engine.model.dtype).removeprefix("torch."), "graphs": engine.graphs, "static": engine.static},
     )
+
+
+def check_limit(name: str, tokens: int) -> None:
+    """Refuse answers so short that no step is made."""
+    if tokens < 2:
+        raise UserError(
+            f"{name} = {tokens} leaves nothing to draft: an answer's first token is the prefill's", "give at least 2"
+        )
 
 
 def _predicted(acceptance: Acceptance, times: StepTimes, block: int) -> float:

@@ -5,6 +5,7 @@ Letters: R requests, B block size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"temperature = {self.temperature} is negative", "use 0 for greedy, or a positive value")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(
+                f"temperature = {self.temperature} is not 0 or a positive number",
+                "use 0 for greedy, or a positive value",
+            )
         if self.top_k < 0:
             raise UserError(f"top_k = {self.top_k} is negative", "use 0 to keep every token")
         if not 0 < self.top_p <= 1:

@@ -9,9 +9,8 @@ Letters: S context tokens, B block size, H hidden size, F = K·H, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,28 +22,36 @@ from paceline.drafter.blocks import dense_attend
 from paceline.drafter.model import Drafter
 from paceline.errors import UserError
 from paceline.evaluation.capture import Capture
+from paceline.evaluation.checks import (
+    Check,
+    Status,
+    check_contents,
+    check_mask,
+    check_spacing,
+    check_template,
+    check_values,
+    check_weights,
+)
 from paceline.evaluation.reference import reference_hidden
 from paceline.export import engines, files, folder
+from paceline.export.contents import contents_of
+from paceline.export.facts import Facts, read_facts
 from paceline.export.layout import config_json, tensor_shapes
+from paceline.export.origin import origin_of
 from paceline.shapes import DrafterShape, TargetShape
 from paceline.target.describe import load_tokenizer, read_shape
 from paceline.target.transformers_body import TransformersTarget
 
-Status = Literal["ok", "note", "skip", "fail"]
-
 POSITIONS = (0, 100, 5_000)
 
-OF_THE_TARGET = ("drafter and target", "chat template", "features by exported ids", "target's self-check")
+OF_THE_TARGET = (
+    "drafter and target",
+    "target's weights",
+    "chat template",
+    "features by exported ids",
+    "target's self-check",
+)
 """The checks that need the target."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing looked at: a `note` is a limit of an engine that the user should know, a `skip` a check not made."""
-
-    name: str
-    status: Status
-    detail: str = ""
 
 
 def verify(
@@ -62,15 +69,23 @@ def verify(
     place = Path(export_folder)
     shape, tensors = folder.read(place)
     _, config = folder.read_shape(place)
-    checks = [*check_files(place, shape, tensors), *check_engines(config, shape, tensors)]
+    facts, contents = read_facts(place), contents_of(shape, tensors)
+    checks = [*check_files(place, shape, tensors), *check_values(tensors, contents), check_contents(facts, contents)]
+    checks += [*check_spacing(shape), *check_engines(config, shape, tensors)]
     if target is None:
         missing = [Check(name, "skip", "not made: no target was given") for name in OF_THE_TARGET]
-        return [*checks, *check_numbers(shape, tensors, None, trained), *missing]
+        return [*checks, *check_numbers(shape, tensors, None, trained), check_mask(shape, None, None), *missing]
     target_shape = read_shape(target)
     folder.check_fits(shape, target_shape, str(place))
+    tokenizer = load_tokenizer_or_none(target)
     checks.append(Check("drafter and target", "ok", f"{place.name} fits {target_shape.name}: {_sizes(target_shape)}"))
-    checks += check_template(place, load_tokenizer_or_none(target))
     body = TransformersTarget.load(target, device, shape.layer_ids)
+    noted = facts or Facts()
+    checks += [
+        check_weights(noted, origin_of(target)),
+        check_mask(shape, target_shape, tokenizer),
+        check_template(noted, tokenizer),
+    ]
     checks += check_numbers(shape, tensors, body.ends, trained)
     checks += check_features(body.model, shape)
     checks.append(check_target(body))
@@ -82,8 +97,8 @@ def _sizes(shape: TargetShape) -> str:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """How many checks passed, found a limit of an engine, failed, and were not made."""
-    words = {"ok": "passed", "note": "with a limit of an engine", "fail": "failed", "skip": "not made"}
+    """How many checks passed, have something to note, failed, and were not made."""
+    words = {"ok": "passed", "note": "with a note", "fail": "failed", "skip": "not made"}
     counts = [(sum(check.status == status for check in checks), word) for status, word in words.items()]
     (passed, word), *others = counts
     checked = "check" if passed == 1 else "checks"
@@ -166,20 +181,6 @@ def check_engines(config: Mapping[str, Any], shape: DrafterShape, tensors: Mappi
             )
         )
     return checks
-
-
-def check_template(place: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[Check]:
-    """The chat template that the drafter was trained with is the target's."""
-    noted = folder.read_facts(place).get("template_hash", "")
-    if not noted:
-        return [Check("chat template", "skip", "not made: the drafter's folder does not record one")]
-    if tokenizer is None:
-        return [Check("chat template", "skip", "not made: the target has no tokenizer that can be read")]
-    now = folder.template_hash(tokenizer)
-    if now == noted:
-        return [Check("chat template", "ok", f"hash {noted}")]
-    detail = f"trained with {noted}, the target has {now or 'none'}: the drafter saw other prompts than it will serve"
-    return [Check("chat template", "fail", detail)]
 
 
 def load_tokenizer_or_none(target: TargetConfig) -> PreTrainedTokenizerBase | None:

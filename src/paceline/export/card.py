@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paceline.config import TargetConfig
 from paceline.errors import UserError
-from paceline.export import files
 from paceline.shapes import DrafterShape
 from paceline.target.source import resolve
 
@@ -32,6 +31,8 @@ class CardFacts:
     target: str
     target_revision: str = ""
     """A hub commit or a fingerprint of the target's files."""
+    target_weights: str = ""
+    """A fingerprint of the files of the target's weights alone."""
     data: tuple[str, ...] = ()
     settings: str = ""
     """The resolved configuration, as TOML."""
@@ -46,13 +47,6 @@ CONVENTION = (
     "τ is the number of tokens that a step commits (accepted drafts and the bonus token, cut at the first end token "
     "or at the length limit), over all steps of all prompts. The token that the prefill gives is not counted."
 )
-
-
-def target_revision(config: TargetConfig) -> str:
-    """The hub revision, or a fingerprint of local files."""
-    source = resolve(config)
-    local = source.gguf_file or source.folder
-    return files.fingerprint(local) if local is not None else source.revision
 
 
 def render(shape: DrafterShape, facts: CardFacts, name: str, layout: str = "dflash") -> str:

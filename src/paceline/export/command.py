@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.export import folder
-from paceline.export.card import CardFacts, serving_commands, target_revision, target_words
+from paceline.export.card import CardFacts, serving_commands, target_words
+from paceline.export.contents import changes, contents_of
+from paceline.export.facts import FACTS, Facts, read_facts
 from paceline.export.flags import named_by_flags
+from paceline.export.origin import Origin, compare, origin_of
+from paceline.shapes import DrafterShape
 from paceline.target.describe import load_tokenizer, read_shape
 
 _OF_A_RUN = ("best", "last", "export", "drafter")
@@ -44,8 +51,9 @@ def _export(options: ExportOptions) -> int:
     source = find_drafter(Path(options.drafter))
     say_choice(options.drafter, source)
     shape, tensors = folder.read(source)
-    noted = folder.read_facts(source).get("target", {})
-    name = options.target or noted.get("name", "")
+    facts = read_facts(source) or Facts()
+    _refuse_changed(source, facts, shape, tensors)
+    name = options.target or facts.target.name
     if not name:
         raise UserError(f"{source} does not say which target it was made for", "name it with --target")
     config = TargetConfig(model=name, revision=options.revision)
@@ -53,12 +61,8 @@ def _export(options: ExportOptions) -> int:
     shape = dataclasses.replace(
         shape, target_layers=shape.target_layers or target.layers, eos_token_ids=shape.eos_token_ids or target.eos_ids
     )
-    card = dataclasses.replace(
-        folder.read_card(source) or CardFacts(target=name),
-        target=name,
-        target_revision=target_revision(config) or noted.get("revision", ""),
-    )
-    replaces = (Path(options.out) / folder.FACTS).exists()
+    card = _card(facts, origin_of(config))
+    replaces = (Path(options.out) / FACTS).exists()
     out = folder.write(
         Path(options.out),
         tensors,
@@ -78,6 +82,34 @@ def _export(options: ExportOptions) -> int:
     if explanation := target_words(name).explanation:
         print(explanation)
     return 0
+
+
+def _refuse_changed(source: Path, facts: Facts, shape: DrafterShape, tensors: Mapping[str, Tensor]) -> None:
+    """A changed drafter that is written again would pass for one that is as it was trained."""
+    found = changes(facts.contents, contents_of(shape, tensors)) if facts.contents is not None else []
+    if found:
+        raise UserError(
+            f"{source} was changed since it was exported: {'; '.join(found)}",
+            f"take it again from where it came; or remove its {FACTS}, name --target, and export it as it is now",
+        )
+
+
+def _card(facts: Facts, given: Origin) -> CardFacts:
+    """The card that came with the drafter, for the target that is given; another than it was trained with is said."""
+    status, words = compare(facts.target, given)
+    card = facts.card or CardFacts(target=given.name)
+    if status == "note":
+        print(f"warning: the target's weights: {words}", file=sys.stderr)
+        trained = target_words(facts.target.name).name
+        note = f"trained with `{trained}`, weights {facts.target.weights or facts.target.revision}; exported for others"
+        card = dataclasses.replace(card, notes=(*card.notes, note))
+    same = facts.target if status == "ok" or given.name == facts.target.name else Origin()
+    return dataclasses.replace(
+        card,
+        target=given.name,
+        target_revision=given.revision or same.revision,
+        target_weights=given.weights or same.weights,
+    )
 
 
 def _layout(name: str) -> folder.Layout:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,19 @@ def _sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def read_json(path: Path) -> dict[str, Any]:
+_AGAIN = "take the folder again from where it came"
+
+
+def read_json(path: Path, remedy: str = _AGAIN) -> dict[str, Any]:
+    """A JSON object. Raises UserError with the remedy for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}", "give a drafter's folder") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}", "take the folder again from where it came") from None
+        raise UserError(f"{path} cannot be read: {error}", remedy) from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object", "take the folder again from where it came")
+        raise UserError(f"{path} is not a JSON object", remedy)
     return value
 
 
@@ -115,7 +119,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except FileNotFoundError:
             raise UserError(f"{folder} lacks {path.name}, which its index names", "download it again") from None
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged: {error}", "take the folder again from where it came") from None
+            raise UserError(f"{path} is damaged: {error}", _AGAIN) from None
     return tensors
 
 
@@ -132,7 +136,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[str]:
     """The files that an index names, all of its own folder."""
-    names = set(map(str, Fields(read_json(index), str(index)).object("weight_map").values()))
+    names = set(map(str, Fields(read_json(index), str(index), _AGAIN).object("weight_map").values()))
     if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
         raise UserError(f"{index} does not name safetensors files of its folder", "download the folder again")
     return sorted(names)
@@ -162,4 +166,26 @@ def fingerprint(path: Path) -> str:
             if size > _SAMPLE:
                 file.seek(max(_SAMPLE, size - _SAMPLE))
                 total.update(file.read(_SAMPLE))
+    return total.hexdigest()[:16]
+
+
+_PIECE, _PIECES = 1 << 16, 64
+
+
+def sampled_digest(paths: Sequence[Path]) -> str:
+    """A short hash of files whatever their names: their sizes and pieces from all over them, small files whole.
+
+    Four megabytes of each are read. Weights that were trained further differ in nearly every piece.
+    """
+    total = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        total.update(f"{size}:".encode())
+        starts = range(0, size, _PIECE)
+        if len(starts) > _PIECES:
+            starts = [number * (size - _PIECE) // (_PIECES - 1) for number in range(_PIECES)]
+        with path.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                total.update(file.read(_PIECE))
     return total.hexdigest()[:16]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from paceline import __version__
 from paceline.errors import UserError
 from paceline.export import files, variants
-from paceline.export.card import CardFacts, TauRow, render
+from paceline.export.card import CardFacts, render
+from paceline.export.facts import FACTS, facts_json
 from paceline.export.layout import DTYPES, check_kinds, check_tensors, config_json, shape_from_config
 from paceline.export.speculators_layout import (
     VERIFIER_COPIES,
@@ -28,9 +27,6 @@ from paceline.export.speculators_layout import (
 from paceline.shapes import DrafterShape, TargetShape
 
 Layout = Literal["dflash", "speculators"]
-
-FACTS = "paceline.json"
-"""What we know of the target beside the whitelisted config: read by `paceline verify`, ignored by engines."""
 
 
 def write(  # noqa: PLR0913  (what a folder is made of)
@@ -56,11 +52,12 @@ def write(  # noqa: PLR0913  (what a folder is made of)
     tensors = _weights(state, dtype)
     facts = card or CardFacts(target=target.name)
     facts = dataclasses.replace(facts, version=facts.version or __version__)
+    noted = facts_json(shape, tensors, target, facts, tokenizer)
 
     def fill(place: Path) -> None:
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
         files.write_json(place / "config.json", _config(shape, dtype, layout, target))
-        files.write_json(place / FACTS, _facts(shape, target, facts, tokenizer))
+        files.write_json(place / FACTS, noted)
         (place / "README.md").write_text(render(shape, facts, folder.name, layout), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
@@ -107,54 +104,6 @@ _ARCHITECTURES = {
 
 def _architecture(target: TargetShape) -> str:
     return _ARCHITECTURES.get(target.model_type, f"{target.model_type.title().replace('_', '')}ForCausalLM")
-
-
-def _facts(
-    shape: DrafterShape, target: TargetShape, facts: CardFacts, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    return {
-        "paceline": __version__,
-        "target": {
-            "name": facts.target,
-            "revision": facts.target_revision,
-            "model_type": target.model_type,
-            "hidden_size": target.hidden_size,
-            "layers": target.layers,
-            "vocabulary": target.vocabulary,
-        },
-        "target_layers": shape.target_layers,
-        "template_hash": template_hash(tokenizer),
-        "card": dataclasses.asdict(facts),
-    }
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """SHA-256 (16 digits) of the chat template; empty without one."""
-    template = tokenizer.chat_template if tokenizer is not None else None
-    if not template:
-        return ""
-    text = template if isinstance(template, str) else repr(sorted(template.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What `write` noted of the target, or {} for a folder that another program wrote."""
-    path = Path(folder) / FACTS
-    return files.read_json(path) if path.exists() else {}
-
-
-def read_card(folder: Path) -> CardFacts | None:
-    """The model card's facts of a folder that Paceline wrote, for writing it again in another layout."""
-    card = read_facts(folder).get("card")
-    if card is None:
-        return None
-    results = tuple(_row(row) for row in card["results"])
-    return CardFacts(**card | {"results": results, "data": tuple(card["data"]), "notes": tuple(card["notes"])})
-
-
-def _row(row: dict[str, Any]) -> TauRow:
-    filled: dict[str, Any] = {key: math.nan if value is None else value for key, value in row.items()}
-    return TauRow(**filled)
 
 
 def read(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
@@ -225,7 +174,7 @@ def compare(folder: Path, state: Mapping[str, Tensor], shape: DrafterShape) -> f
     """
     back, tensors = read(folder)
     if back != shape:
-        changed = [f.name for f in _fields(shape) if vars(back)[f.name] != vars(shape)[f.name]]
+        changed = [f.name for f in dataclasses.fields(shape) if vars(back)[f.name] != vars(shape)[f.name]]
         raise UserError(f"{folder} does not give back {', '.join(changed)}", "report this: an export must round-trip")
     worst = 0.0
     for name, tensor in tensors.items():
@@ -233,8 +182,3 @@ def compare(folder: Path, state: Mapping[str, Tensor], shape: DrafterShape) -> f
         scale = max(float(trained.abs().max()), 1e-30)
         worst = max(worst, float((tensor.float() - trained).abs().max()) / scale)
     return worst
-
-
-def _fields(shape: DrafterShape) -> tuple[Any, ...]:
-
-    return dataclasses.fields(shape)

@@ -171,7 +171,7 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> DrafterShape:
     return shape
 
 
-REMEDY = "get the drafter's config.json again"
+REMEDY = "get the drafter's config.json again; nothing is guessed"
 
 _IN_EITHER = ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids")
 """What a config.json may say at its top or in its dflash_config."""

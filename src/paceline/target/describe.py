@@ -238,7 +238,7 @@ def _checked_layers(layers: int, layer_ids: tuple[int, ...]) -> tuple[int, ...]:
 def check_mask_token(config: TargetConfig, shape: TargetShape, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a mask id that is missing, has no embedding row, or means something. Raises UserError."""
     mask = config.mask_token_id
-    offer = _offer(mask_candidates(shape, tokenizer))
+    offer = mask_offer(shape, tokenizer)
     if mask < 0:
         raise UserError("target.mask_token_id is not set, and it is never guessed", offer)
     if mask >= shape.vocabulary:
@@ -266,6 +266,18 @@ def _role(token_id: int, shape: TargetShape, tokenizer: PreTrainedTokenizerBase)
     return f"chat template's token {text!r}" if added and text in _template_text(tokenizer) else ""
 
 
+def mask_note(mask: int, shape: TargetShape, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What speaks against an id as the mask: what it means to the target, or that text can hold it; else empty."""
+    if role := _role(mask, shape, tokenizer):
+        return f"the target's {role}"
+    if mask >= len(tokenizer) or mask in tokenizer.added_tokens_decoder:
+        return ""
+    text = tokenizer.convert_ids_to_tokens(mask)
+    if text is None or _RESERVED.search(str(text)):
+        return ""
+    return f"an ordinary token of the target, {str(text)!r}"
+
+
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else (template or "")
@@ -280,7 +292,9 @@ def mask_candidates(shape: TargetShape, tokenizer: PreTrainedTokenizerBase) -> l
     return [item for item in padding + reserved + other if not _role(item[0], shape, tokenizer)]
 
 
-def _offer(candidates: list[tuple[int, str]]) -> str:
+def mask_offer(shape: TargetShape, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What to do about the mask id, with ids that would serve."""
+    candidates = mask_candidates(shape, tokenizer)
     if not candidates:
         return "set target.mask_token_id to an id that never occurs in your text (the tokenizer names none as reserved)"
     listed = ", ".join(f"{token_id} ({text})" for token_id, text in candidates[:6])

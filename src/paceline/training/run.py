@@ -31,6 +31,7 @@ from paceline.pipeline.process import World
 from paceline.pipeline.split import Served
 from paceline.pipeline.topology import Role, Schedule, Topology, assign, make_schedule
 from paceline.pipeline.world import Connection, Groups, join, open_groups
+from paceline.target.describe import mask_note, mask_offer
 from paceline.training.checkpoint import Checkpoint, load_latest
 from paceline.training.setup import Setup, refuse_used_folder, set_up, total_steps
 
@@ -227,6 +228,10 @@ def _introduce(setup: Setup, stream: Stream, schedule: Schedule, say: Say) -> No
         f"target {setup.target.name}: layers {list(setup.drafter.layer_ids)} of {setup.target.layers}; "
         f"drafter: {setup.drafter.layers} layers, block {setup.drafter.block_size}"
     )
+    mask = setup.drafter.mask_token_id
+    if found := mask_note(mask, setup.target, setup.tokenizer):
+        offer = mask_offer(setup.target, setup.tokenizer)
+        say(f"note: target.mask_token_id = {mask} is {found}: rows that hold it are left out; {offer}")
     say(
         f"data: {packing.documents} documents in {packing.rows} batches of {stream.shape.tokens} tokens "
         f"({packing.fill:.1%} filled), {packing.anchors_per_supervised:.2f} anchors a supervised token, "

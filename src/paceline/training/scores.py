@@ -17,7 +17,7 @@ from paceline import export
 from paceline.batches import EvaluationBatch
 from paceline.evaluation.acceptance import Acceptance, agreement_of, exact_tau
 from paceline.export import CardFacts, TauRow
-from paceline.export.card import target_revision
+from paceline.export.origin import Origin, origin_of
 from paceline.pipeline.source import FeatureSource
 from paceline.training.metrics import MetricsFile, TensorBoardView
 from paceline.training.parts import Learner, drafter_dtype
@@ -121,15 +121,16 @@ class Scores:
         return masters
 
     @cached_property
-    def _target_revision(self) -> str:
+    def _origin(self) -> Origin:
         """Computed once, for a fingerprint reads the target's files."""
-        return target_revision(self._run.config.target)
+        return origin_of(self._run.config.target)
 
     def _card(self, step: int) -> CardFacts:
         config = self._run.config
         return CardFacts(
             target=self._run.setup.target.name,
-            target_revision=self._target_revision,
+            target_revision=self._origin.revision,
+            target_weights=self._origin.weights,
             data=config.data.train if step else (),
             settings=configuration.dump(config) if step else "",
             results=_rows(self._last) if self._last is not None else (),
