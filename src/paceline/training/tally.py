@@ -58,7 +58,8 @@ class Tally:
     def finish(self, step: int, report: StepReport, waited: float) -> None:
         """Close the step that ended as number `step` (1-based); `waited` are seconds of waiting for features."""
         assert self._sums is not None
-        counted = torch.cat([self._sums, self._sums.new_tensor([float(self._tokens)])])
+        # Filled on the device: a tensor made of a host's list is a copy that waits for all that was launched.
+        counted = torch.cat([self._sums, self._sums.new_full((1,), self._tokens)])
         if self._reduce is not None:
             self._reduce(counted)
         values = torch.cat([counted, report.grad_norm.float()[None], report.skipped.float()[None]])
