@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paceline.batches import BatchShape, FeatureBatch, FrozenEnds, TokenBatch
 from paceline.config import TrainingConfig
+from paceline.drafter.blocks import dense_attend, dense_mask
 from paceline.drafter.loss import frozen_head_loss
 from paceline.drafter.model import Drafter
 from paceline.drafter.objective import Objective
@@ -94,9 +95,15 @@ def drafter(dtype: torch.dtype, scale: float = 0.05) -> Drafter:
 
 
 def oracle_gradients(module: Drafter, ends: FrozenEnds, batch: FeatureBatch, shape: BatchShape) -> dict[str, Tensor]:
-    """Float32, dense mask, full logits, torch's own cross-entropy."""
-    objective = Objective(module, ends, shape, TrainingConfig(), "dense")
-    logits = ends.logits(objective.hidden(batch))
+    """Float32, dense mask, every slot through every layer, full logits, torch's own cross-entropy."""
+    tokens, size = batch.tokens, shape.block_size
+    masks = torch.full((shape.anchors, size - 1), SHAPE.mask_token_id, device="cuda")
+    embedded = ends.embed(torch.cat((tokens.ids_S[tokens.anchors_A][:, None], masks), dim=1))
+    positions = tokens.positions_S[tokens.anchors_A][:, None] + torch.arange(size, device="cuda")
+    attend = dense_attend(dense_mask(tokens.starts_A, tokens.anchors_A, shape.tokens, size))
+    context = module.context_kv(batch.features_SF[None], tokens.positions_S[None])
+    hidden = module.blocks(embedded.flatten(0, 1)[None], positions.flatten()[None], context, attend)[0]
+    logits = ends.logits(hidden.unflatten(0, (-1, size)))
     losses = functional.cross_entropy(logits.transpose(1, 2), batch.tokens.labels_AB, reduction="none")
     (losses * batch.tokens.weights_AB).sum().backward()
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}

@@ -136,7 +136,7 @@ def test_dpace_objective_weighs_the_plain_losses() -> None:
     sums = objective.sums(it.batch)
     sums.loss.backward()
     found = gradients(it.drafter)
-    logits = it.ends.logits(objective.hidden(it.batch))[:, 1:]
+    logits = it.ends.logits(objective.hidden(it.batch))
     labels, counted = it.batch.tokens.labels_AB[:, 1:], it.batch.tokens.weights_AB[:, 1:] > 0
     losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     weights = looped_dpace(losses.tolist(), counted.tolist(), 0.5)
@@ -160,7 +160,7 @@ def test_a_part_of_the_vocabulary_is_an_exact_softmax_over_it() -> None:
     for block, slot in counts.nonzero().tolist():
         label = (kept == it.batch.tokens.labels_AB[block, slot]).nonzero()[0, 0]
         weight = it.batch.tokens.weights_AB[block, slot]
-        expected = expected + weight * functional.cross_entropy(logits[block, slot], label)
+        expected = expected + weight * functional.cross_entropy(logits[block, slot - 1], label)
     torch.testing.assert_close(sums.loss, expected)
     assert float(sums.weight) == pytest.approx(float((it.batch.tokens.weights_AB * counts).sum()))
     assert sums.count_B.tolist() == counts.sum(dim=0).float().tolist()
@@ -172,7 +172,7 @@ def test_scaled_ends_reach_loss_and_inputs() -> None:
     it = world()
     scaled = dataclasses.replace(it.ends, embedding_scale=1.9, logit_scale=0.5, logit_softcap=4.0)
     objective = Objective(it.drafter, scaled, it.shape, TrainingConfig(), "dense")
-    logits = scaled.logits(objective.hidden(it.batch))[:, 1:]
+    logits = scaled.logits(objective.hidden(it.batch))
     labels, weights = it.batch.tokens.labels_AB[:, 1:], it.batch.tokens.weights_AB[:, 1:]
     expected = (functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * weights).sum()
     torch.testing.assert_close(objective.sums(it.batch).loss, expected)

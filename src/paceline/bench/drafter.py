@@ -26,7 +26,7 @@ from paceline.training.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class Operations:
-    """Floating-point operations that one step must do, multiply and add counted apart, in forward and backward."""
+    """Floating-point operations of one step as the network is written, multiply and add counted apart, both ways."""
 
     blocks: float
     context: float
@@ -43,7 +43,8 @@ def count_operations(shape: DrafterShape, batch: TokenBatch) -> Operations:
 
     A weight costs 2 operations a token forward and 4 backward (2 where the input takes no gradient: `fc`). Attention is
     counted over visible pairs alone: two products forward, five backward (scores are recomputed). The head has no
-    weight gradient and no row for slot 0. Elementwise work, optimiser and padding count for nothing.
+    weight gradient and no row for slot 0. Elementwise work, optimiser and padding count for nothing. What a step spares
+    (`Drafter.slots`: 2.2 per cent at Qwen3-8B's shape with B = 16) counts as done, as it does for every trainer.
     """
     anchors, block_size = batch.labels_AB.shape
     width = shape.heads * shape.head_dim

@@ -3,7 +3,8 @@
 arXiv 2602.06036, §4.2: queries come from the block alone; keys and values come from the fused features of the context
 and from the block, through the same projections in every layer.
 
-Letters: R rows, S context tokens, Q = A·B block tokens, F = K·H features, H hidden, I intermediate, D head dimension.
+Letters: R rows, S context tokens, A anchors, B block size, J = B - 1 predicted slots, Q = A·B block tokens, F = K·H
+features, H hidden, I intermediate, D head dimension.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of one layer, each [R, kv, tokens, D]."""
+
+Projected = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values before norm and rotation, each [R, tokens, heads, D]."""
 
 
 class RMSNorm(nn.Module):
@@ -49,18 +53,36 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend) -> Tensor:
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), cos, sin)
-        k, v = self.keys_values(x, cos, sin)
+        return self.mix(self.project(x), cos, sin, context, attend)
+
+    def project(self, x: Tensor) -> Projected:
+        """Queries, keys and values as they leave their products, each [R, T, heads, D]."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def mix(self, projected: Projected, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend) -> Tensor:
+        q, k, v = projected
+        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin)
+        k, v = self._placed(k, v, cos, sin)
         k, v = torch.cat((context[0], k), dim=2), torch.cat((context[1], v), dim=2)
         return self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        """Of the fused context as it is, or of block states after the layer's input norm."""
-        k = rotate(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2), cos, sin)
-        return k, self._heads(self.v_proj(x)).transpose(1, 2)
+    def keys_values(self, context_RSH: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+        """Of the fused context, which no norm of the layer precedes."""
+        return self._placed(self._heads(self.k_proj(context_RSH)), self._heads(self.v_proj(context_RSH)), cos, sin)
+
+    def _placed(self, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+        return rotate(self.k_norm(k).transpose(1, 2), cos, sin), v.transpose(1, 2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
+
+
+def _spread(rows: Tensor, anchors: int, block_size: int) -> Tensor:
+    """[R, U, …], A anchors and then the mask token, to blocks of an anchor and B - 1 masks, [R, A·B, …]."""
+    known = rows[:, :anchors, None]
+    masks = rows[:, anchors : anchors + 1, None].expand(-1, anchors, block_size - 1, *rows.shape[2:])
+    return torch.cat((known, masks), dim=2).flatten(1, 2)
 
 
 class MLP(nn.Module):
@@ -84,12 +106,25 @@ class DecoderLayer(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, attend)
-        if self.recompute and torch.is_grad_enabled():
-            return x + checkpoint(self._feed_forward, x, use_reentrant=False, context_fn=_keep_products)  # type: ignore
-        return x + self._feed_forward(x)
+        return self.feed_forward(self.mix(x, self.project(x), cos, sin, context, attend))
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Projected:
+        """What precedes position and attention."""
+        return self.self_attn.project(self.input_layernorm(x))
+
+    def mix(
+        self, x: Tensor, projected: Projected, cos: Tensor, sin: Tensor, context: KeyValue, attend: Attend
+    ) -> Tensor:
+        """The rest of the first half, residual included."""
+        return x + self.self_attn.mix(projected, cos, sin, context, attend)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second half, residual included."""
+        if self.recompute and torch.is_grad_enabled():
+            return x + checkpoint(self._feed, x, use_reentrant=False, context_fn=_keep_products)  # type: ignore
+        return x + self._feed(x)
+
+    def _feed(self, x: Tensor) -> Tensor:
         return self.mlp(self.post_attention_layernorm(x))
 
 
@@ -117,7 +152,12 @@ class Drafter(nn.Module):
     def context_kv(self, features_RSF: Tensor, positions_RS: Tensor) -> list[KeyValue]:
         """Every layer's keys and values of the context, each [R, kv, S, D]."""
         cos, sin = self.rope.tables(positions_RS)
-        return self.project(features_RSF, cos, sin)
+        context = self.fuse(features_RSF)
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.decoder_layers()]
+
+    def fuse(self, features_RSF: Tensor) -> Tensor:
+        """The context that all layers see, [R, S, H]."""
+        return self.hidden_norm(self.fc(features_RSF))
 
     def blocks(self, block_RQH: Tensor, positions_RQ: Tensor, context: list[KeyValue], attend: Attend) -> Tensor:
         """States after the final norm, [R, Q, H], of blocks given as token embeddings [R, Q, H]."""
@@ -127,10 +167,29 @@ class Drafter(nn.Module):
             hidden = layer(hidden, cos, sin, key_value, attend)
         return self.norm(hidden)
 
-    def project(self, features_RSF: Tensor, cos: Tensor, sin: Tensor) -> list[KeyValue]:
-        """The tensor part of `context_kv`: what is compiled."""
-        context = self.hidden_norm(self.fc(features_RSF))
-        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.decoder_layers()]
+    def slots(
+        self, embedded_RUH: Tensor, positions_RQ: Tensor, context: list[KeyValue], attend: Attend, block_size: int
+    ) -> Tensor:
+        """States after the final norm of the predicted slots alone, [R, A, J, H]: `blocks` without what repeats.
+
+        The embeddings are the A anchors', then the mask token's, one time or more. The first layer projects those
+        rows, not each of the A·J masks again, and nothing after the last attention is done for slot 0.
+        """
+        cos, sin = self.rope.tables(positions_RQ)
+        anchors = positions_RQ.shape[1] // block_size
+        layers = self.decoder_layers()
+        q, k, v = (_spread(part, anchors, block_size) for part in layers[0].project(embedded_RUH))
+        # Every layer's input takes a gradient, so that all run the same compiled code; this one's costs nothing.
+        hidden = _spread(embedded_RUH, anchors, block_size).requires_grad_(torch.is_grad_enabled())
+        hidden = layers[0].mix(hidden, (q, k, v), cos, sin, context[0], attend)
+        for before, layer, key_value in zip(layers, layers[1:], context[1:], strict=False):
+            hidden = before.feed_forward(hidden)
+            hidden = layer.mix(hidden, layer.project(hidden), cos, sin, key_value, attend)
+        return self.finish(hidden.unflatten(1, (-1, block_size)))
+
+    def finish(self, hidden_RABH: Tensor) -> Tensor:
+        """The last layer's feed-forward and the final norm, without slot 0."""
+        return self.norm(self.decoder_layers()[-1].feed_forward(hidden_RABH[:, :, 1:]))
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
@@ -148,7 +207,21 @@ class Drafter(nn.Module):
                     module.float8 = on
 
     def compile_parts(self, **options: Any) -> None:
-        """Compile layer by layer: one graph serves all, and a step has few graphs. Options are torch.compile's."""
-        for module in (*self.decoder_layers(), self.norm):
-            module.compile(dynamic=False, fullgraph=True, **options)
-        self.project = torch.compile(self.project, dynamic=False, fullgraph=True, **options)
+        """Compile what `context_kv` and `slots` run, in parts that the layers share. Options are torch.compile's.
+
+        Five pairs of graphs, since each costs a start some seconds: a layer's context keys and values, its products,
+        the rest of its attention, its feed-forward, and the last layer's without slot 0. The first layer's products
+        (of few rows) and the fusion run as they are.
+        """
+        # Several configurations of every pointwise kernel would be compiled and timed, for no gain in a step.
+        defaults: dict[str, Any] = {} if "backend" in options else {"options": {"triton.autotune_pointwise": False}}
+
+        def compiled(function: Callable[..., Any]) -> Any:
+            return torch.compile(function, dynamic=False, fullgraph=True, **(defaults | options))
+
+        self.finish = compiled(self.finish)
+        for number, layer in enumerate(self.decoder_layers()):
+            layer.self_attn.keys_values = compiled(layer.self_attn.keys_values)
+            layer.mix, layer.feed_forward = compiled(layer.mix), compiled(layer.feed_forward)
+            if number:
+                layer.project = compiled(layer.project)

@@ -22,6 +22,9 @@ from paceline.drafter.float8 import Float8Head
 from paceline.drafter.loss import HeadResult, argmax_matches, chunk_rows, frozen_head_loss
 from paceline.drafter.model import Attend, Drafter
 
+_ROWS = 16
+"""A float8 product's inner side is a multiple of this; the rows are the inner side of the weights' gradients."""
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -73,16 +76,16 @@ class Objective:
         drafter.float8(config.matmul == "float8")
 
     def compile(self, **options: Any) -> None:
-        """Compile the drafter's layers one by one (they share one graph) and its context projections."""
+        """Compile the drafter's parts; layers share their graphs."""
         self.drafter.compile_parts(**options)
         self._compiled = True
 
     def sums(self, batch: FeatureBatch) -> Sums:
         """Loss and counts of one batch; gradients flow to the drafter's parameters."""
         labels_AB, weights_AB = self._targets(batch.tokens)
-        result, rows_N = self._loss(self.hidden(batch), labels_AB, weights_AB)
+        result, rows_N = self._loss(self.hidden(batch), labels_AB[:, 1:], weights_AB[:, 1:])
         counted_AJ = weights_AB[:, 1:] > 0
-        correct_AJ = _spread(result.correct_N, rows_N, counted_AJ.numel()).view_as(counted_AJ) & counted_AJ
+        correct_AJ = _all_rows(result.correct_N, rows_N, counted_AJ.numel()).view_as(counted_AJ) & counted_AJ
         dynamic = self.config.weighting == "dpace"
         return Sums(
             loss=result.loss,
@@ -98,16 +101,16 @@ class Objective:
         With `prefix_only` a slot after a block's first miss is False without being looked at: all that an acceptance
         length needs, for a fraction of the head's work. It asks the host how many blocks are left, so it is for CPU.
         """
-        hidden_ABH = self.looked_at(batch)
-        labels_AB, counted_AB = batch.tokens.labels_AB, batch.tokens.weights_AB > 0
+        hidden_AJH = self.looked_at(batch)
+        labels_AJ, counted_AJ = batch.tokens.labels_AB[:, 1:], batch.tokens.weights_AB[:, 1:] > 0
         if prefix_only:
-            return self._prefixes(hidden_ABH, labels_AB, counted_AB)
-        rows_N = _host_rows(counted_AB[:, 1:])
-        hidden_NH, labels_N = _flat(hidden_ABH, rows_N), _flat(labels_AB, rows_N)
+            return functional.pad(self._prefixes(hidden_AJH, labels_AJ, counted_AJ), (1, 0))
+        rows_N = _host_rows(counted_AJ)
+        hidden_NH, labels_N = _flat(hidden_AJH, rows_N), _flat(labels_AJ, rows_N)
         chunk = chunk_rows(len(hidden_NH), self.ends.head_VH, 1)
         matches_N = argmax_matches(hidden_NH, self.ends, labels_N, chunk)
-        spread_AJ = _spread(matches_N, rows_N, counted_AB[:, 1:].numel()).view_as(counted_AB[:, 1:])
-        return functional.pad(spread_AJ, (1, 0)) & counted_AB
+        matches_AJ = _all_rows(matches_N, rows_N, counted_AJ.numel()).view_as(counted_AJ)
+        return functional.pad(matches_AJ & counted_AJ, (1, 0))
 
     def looked_at(self, batch: FeatureBatch) -> Tensor:
         """`hidden` without gradients. Compiled, it runs training's own graphs, or others would be compiled for it."""
@@ -115,27 +118,28 @@ class Objective:
             return self.hidden(batch).detach().to(self.ends.head_VH.dtype)
 
     def hidden(self, batch: FeatureBatch) -> Tensor:
-        """The drafter's final-normed states of every slot, [A, B, H]."""
+        """The drafter's final-normed states of every predicted slot, [A, J, H]."""
         tokens = batch.tokens
         pad_tokens, pad_anchors = self._padding
-        starts_A = functional.pad(tokens.starts_A, (0, pad_anchors))
         anchors_A = functional.pad(tokens.anchors_A, (0, pad_anchors))
         positions_S = functional.pad(tokens.positions_S, (0, pad_tokens))
         features_SF = functional.pad(batch.features_SF, (0, 0, 0, pad_tokens)).to(self.drafter.dtype)
         positions_Q = (positions_S[anchors_A][:, None] + self._offsets_B).flatten()
-        block_QH = self._embed(tokens.ids_S[anchors_A]).flatten(0, 1)
+        masks = self._mask_id.expand(_ROWS - len(anchors_A) % _ROWS)
+        embedded_UH = self.ends.embed(torch.cat((tokens.ids_S[anchors_A], masks))).to(self.drafter.dtype)
         context = self.drafter.context_kv(features_SF[None], positions_S[None])
-        attend = self._attend(starts_A, anchors_A)
-        hidden_QH = self.drafter.blocks(block_QH[None], positions_Q[None], context, attend)[0]
-        return hidden_QH.unflatten(0, (-1, self.shape.block_size))[: self.shape.anchors]
+        attend, size = self.attend(tokens), self.shape.block_size
+        return self.drafter.slots(embedded_UH[None], positions_Q[None], context, attend, size)[0, : self.shape.anchors]
 
-    def _embed(self, ids_A: Tensor) -> Tensor:
-        """[A, B, H]: the anchor's token, then the mask token."""
-        anchors_AH = self.ends.embed(ids_A).to(self.drafter.dtype)
-        mask_1H = self.ends.embed(self._mask_id).to(self.drafter.dtype)
-        block_ABH = mask_1H.expand(len(ids_A), self.shape.block_size, -1).clone()
-        block_ABH[:, 0] = anchors_AH
-        return block_ABH
+    def lengths(self) -> tuple[int, int]:
+        """Block tokens Q and context tokens S that `attend` is for, padding included."""
+        pad_tokens, pad_anchors = self._padding
+        return (self.shape.anchors + pad_anchors) * self.shape.block_size, self.shape.tokens + pad_tokens
+
+    def attend(self, tokens: TokenBatch) -> Attend:
+        """The attention of a batch, under its mask."""
+        pad = (0, self._padding[1])
+        return self._attend(functional.pad(tokens.starts_A, pad), functional.pad(tokens.anchors_A, pad))
 
     def _attend(self, starts_A: Tensor, anchors_A: Tensor) -> Attend:
         if self._writer is not None:
@@ -152,33 +156,33 @@ class Objective:
         labels_AB = self._renumber_V[tokens.labels_AB]
         return labels_AB.clamp(min=0), tokens.weights_AB * (labels_AB >= 0)
 
-    def _loss(self, hidden_ABH: Tensor, labels_AB: Tensor, weights_AB: Tensor) -> tuple[HeadResult, Tensor | None]:
-        """Slot 0 is known and never a row. On CPU rows without weight are left out; on CUDA shapes are fixed."""
+    def _loss(self, hidden_AJH: Tensor, labels_AJ: Tensor, weights_AJ: Tensor) -> tuple[HeadResult, Tensor | None]:
+        """On CPU rows without weight are left out; on CUDA shapes are fixed."""
         dynamic = self.config.weighting == "dpace"
         slots = self.shape.block_size - 1
-        rows_N = None if dynamic else _host_rows(weights_AB[:, 1:])
+        rows_N = None if dynamic else _host_rows(weights_AJ)
         # A drafter may compute in another dtype than its target, whose head this is.
-        hidden_NH = _flat(hidden_ABH, rows_N).to(self._loss_ends.head_VH.dtype)
+        hidden_NH = _flat(hidden_AJH, rows_N).to(self._loss_ends.head_VH.dtype)
         chunk = self.config.head_chunk or chunk_rows(len(hidden_NH), self._loss_ends.head_VH, slots if dynamic else 1)
         result = frozen_head_loss(
             hidden_NH,
             self._loss_ends,
-            _flat(labels_AB, rows_N),
-            _flat(weights_AB, rows_N),
+            _flat(labels_AJ, rows_N),
+            _flat(weights_AJ, rows_N),
             chunk=-(-chunk // slots) * slots if dynamic else chunk,
             reweigh=weighting.dpace(slots) if dynamic else None,
             float8=self._float8_head,
         )
         return result, rows_N
 
-    def _prefixes(self, hidden_ABH: Tensor, labels_AB: Tensor, counted_AB: Tensor) -> Tensor:
-        accepted_AB = torch.zeros_like(counted_AB)
-        alive = counted_AB[:, 1].nonzero()[:, 0]
-        for slot in range(1, self.shape.block_size):
-            hit = argmax_matches(hidden_ABH[alive, slot], self.ends, labels_AB[alive, slot])
-            alive = alive[hit & counted_AB[alive, slot]]
-            accepted_AB[alive, slot] = True
-        return accepted_AB
+    def _prefixes(self, hidden_AJH: Tensor, labels_AJ: Tensor, counted_AJ: Tensor) -> Tensor:
+        accepted_AJ = torch.zeros_like(counted_AJ)
+        alive = counted_AJ[:, 0].nonzero()[:, 0]
+        for slot in range(self.shape.block_size - 1):
+            hit = argmax_matches(hidden_AJH[alive, slot], self.ends, labels_AJ[alive, slot])
+            alive = alive[hit & counted_AJ[alive, slot]]
+            accepted_AJ[alive, slot] = True
+        return accepted_AJ
 
     def _make_writer(self, device: torch.device) -> BlockMaskWriter:
         pad_tokens, pad_anchors = self._padding
@@ -187,10 +191,10 @@ class Objective:
 
 
 def _padding(shape: BatchShape) -> tuple[int, int]:
-    """Tokens and anchors to add so that context and block tokens are whole tiles."""
-    anchors = shape.anchors
+    """Tokens and anchors to add so that context and block tokens are whole tiles, and the slots whole float8 rows."""
+    anchors = -(-shape.anchors // _ROWS) * _ROWS
     while anchors * shape.block_size % TILE:
-        anchors += 1
+        anchors += _ROWS
     return -shape.tokens % TILE, anchors - shape.anchors
 
 
@@ -209,12 +213,12 @@ def _host_rows(counted_AJ: Tensor) -> Tensor | None:
     return None if counted_AJ.is_cuda else (counted_AJ.reshape(-1) > 0).nonzero()[:, 0]
 
 
-def _flat(x_AB: Tensor, rows_N: Tensor | None) -> Tensor:
-    """[A, B, …] without slot 0 as [N, …], or the given rows of it."""
-    flat = x_AB[:, 1:].flatten(0, 1)
+def _flat(x_AJ: Tensor, rows_N: Tensor | None) -> Tensor:
+    """[A, J, …] as [N, …], or the given rows of it."""
+    flat = x_AJ.flatten(0, 1)
     return flat if rows_N is None else flat[rows_N]
 
 
-def _spread(values_n: Tensor, rows_n: Tensor | None, size: int) -> Tensor:
+def _all_rows(values_n: Tensor, rows_n: Tensor | None, size: int) -> Tensor:
     """Back to all N rows; those left out are False."""
     return values_n if rows_n is None else torch.zeros(size, dtype=torch.bool).scatter_(0, rows_n, values_n)
