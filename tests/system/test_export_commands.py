@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))
 
@@ -129,7 +130,7 @@ def test_eval_sets_prompts_beyond_the_context_aside(world, tmp_path: Path, capsy
         drafter=str(place / "run" / "best"), prompts=str(prompts_file(tmp_path, 5, 300, 6)), tokens=8, out=str(out)
     )  # fmt: skip
     assert run_eval(options) == 0
-    assert "1 of 3 prompts set aside: longer than the target's context of 256 tokens" in capsys.readouterr().err
+    assert "1 prompt set aside: longer than the target's context of 256 tokens" in capsys.readouterr().err
     settings = json.loads(out.read_text())["settings"]
     assert settings["prompts"] == 2
     assert list(settings["set_aside"].values()) == [1]
@@ -150,6 +151,28 @@ def test_eval_refuses_a_context_that_is_too_short_before_it_loads(
     options = EvalOptions(drafter=str(place / "run" / "best"), prompts=str(prompts_file(tmp_path, *lengths)))
     with pytest.raises(UserError, match=message):
         run_eval(dataclasses.replace(options, tokens=tokens))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_eval_refuses_a_target_whose_logits_are_no_numbers(world, value: float, tmp_path: Path):
+    """Their argmax is a token like any other, and a drafter fed with such states agrees with it: τ was perfect."""
+    place, *_ = world
+    shutil.copytree(place / "target", tmp_path / "target")
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(value)
+    save_file(weights, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    options = EvalOptions(
+        str(place / "run" / "best"), str(tmp_path / "target"), str(prompts_file(tmp_path, 3)), tokens=8
+    )
+    with pytest.raises(UserError, match="logits are not finite in float32"):
+        run_eval(options)
+
+
+def test_a_batch_beyond_the_prompts_is_refused(world, tmp_path: Path):
+    place, *_ = world
+    options = EvalOptions(str(place / "run" / "best"), prompts=str(prompts_file(tmp_path, 3, 4)), tokens=8)
+    with pytest.raises(UserError, match="--batches = 1 3 has one beyond the 2 prompts"):
+        run_eval(dataclasses.replace(options, batches=(1, 3)))
 
 
 def test_eval_warns_of_a_drafter_that_was_changed(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

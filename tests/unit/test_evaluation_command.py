@@ -28,6 +28,8 @@ from paceline.evaluation.verify import Check, summary
         ({"compare": -2.0}, "--compare = -2.0"),
         ({"compare": float("nan")}, "--compare = nan"),
         ({"temperature": float("nan")}, "--temperature = nan"),
+        ({"temperature": 1e-40}, "--temperature = 1e-40 is below"),
+        ({"compare": 3.0}, "--compare = 3.0 has nothing to compare with"),
         ({"temperature": float("inf")}, "--temperature = inf"),
         ({"out": "/proc/none/result.json"}, "--out = '/proc/none/result.json' cannot be written"),
         ({"out": "."}, "--out = '.' cannot be written"),

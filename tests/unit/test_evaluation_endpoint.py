@@ -134,6 +134,28 @@ def test_addresses_that_lead_nowhere_are_one_line():
         measure(url, PROMPTS, limit=8, sampling=Sampling())
     with pytest.raises(UserError, match="not an http address"):
         measure("file:///etc", PROMPTS, limit=8, sampling=Sampling())
+    with pytest.raises(UserError, match="not an http address"):
+        measure("127.0.0.1:8000", PROMPTS, limit=8, sampling=Sampling())
+    with pytest.raises(UserError, match="cannot be reached"):
+        measure("http://a host:80", PROMPTS, limit=8, sampling=Sampling())
+
+
+ODD_REPLIES: list[dict[str, Any]] = [
+    {"usage": [1], "choices": []},
+    {"usage": {"completion_tokens": "11"}},
+    {"usage": {"completion_tokens": -1}},
+    {"usage": {"completion_tokens": 11}, "choices": 5},
+    {"usage": {"completion_tokens": 11}, "meta_info": "x"},
+    {"usage": {"completion_tokens": 11}, "meta_info": {"spec_verify_ct": 4.5}},
+]
+
+
+@pytest.mark.parametrize("reply", ODD_REPLIES, ids=str)
+def test_replies_of_other_kinds_are_one_line(reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    engine = Engine("sglang")
+    monkeypatch.setattr(engine, "complete", lambda _: reply)
+    with serving(engine) as url, pytest.raises(UserError, match="is not"):
+        measure(url, PROMPTS, limit=8, sampling=Sampling())
 
 
 def test_metrics_pages_with_odd_lines():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import UserError
 from paceline.evaluation.predict import StepTimes, best_block, block_lengths, speedup, tau_at
-from paceline.evaluation.prompts import Prompt, encode, encode_all, load_prompts, spread
+from paceline.evaluation.prompts import Prompt, encode, encode_all, load_prompts, read_prompts, spread
 
 
 def test_rows_of_both_shapes(tmp_path: Path):
@@ -25,23 +27,70 @@ def test_rows_of_both_shapes(tmp_path: Path):
     assert [message["content"] for message in second.messages] == ["two"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no prompts"),
-        ("{", ":1 is not JSON"),
-        ('{"text": "x"}', 'neither "prompt" nor "messages"'),
-        ("[]", "neither"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', "no user turn"),
-    ],
-)
-def test_bad_rows_are_named(tmp_path: Path, text: str, message: str):
+BAD_ROWS = {
+    "": "holds no prompts",
+    "{": "p.jsonl:1",
+    '{"words": "x"}': "none of the keys of the shape",
+    '{"text": "x"}': "pre-rendered text",
+    "[]": "the list of messages is empty",
+    '{"messages": [{"role": "system", "content": "x"}]}': "no user turn",
+    '{"messages": [{"role": "user", "content": null}]}': "has no content",
+    '{"messages": [{"role": "user", "content": 5}]}': "is a number",
+    '{"messages": [null]}': "not an object with a role",
+    '{"messages": [{"role": "wizard", "content": "x"}]}': "a role that is not",
+    '{"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]}': "the assistant's",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}': "follow each other",
+    '{"prompt": "half a pair: \\ud800"}': "not UTF-8",
+    '{"prompt": 5}': "is a number",
+    "[" * 100_000: "not valid JSON",
+}
+
+
+@pytest.mark.parametrize("text", BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_bad_rows_are_set_aside_by_reason_as_data_is(tmp_path: Path, text: str):
     path = tmp_path / "p.jsonl"
     path.write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError) as caught:
         load_prompts(str(path))
-    with pytest.raises(UserError, match="cannot read prompts"):
-        load_prompts(str(tmp_path / "missing.jsonl"))
+    assert BAD_ROWS[text] in caught.value.what
+    path.write_text(f'{{"prompt": "good"}}\n{text}\n{{"prompt": "too"}}\n')
+    found = read_prompts(str(path))
+    assert len(found.prompts) == 2
+    assert list(found.set_aside.values()) == [1] * bool(text)
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "", " ", "holds-none"])
+def test_prompts_that_are_not_there_are_one_line(source: str, tmp_path: Path):
+    (tmp_path / "holds-none").mkdir()
+    with pytest.raises(UserError, match="prompts"):
+        load_prompts(str(tmp_path / source) if source.strip() else source)
+
+
+def test_files_of_other_forms_are_read_too(tmp_path: Path):
+    rows = [{"prompt": "one\u2028two"}, {"messages": [{"role": "user", "content": "three"}]}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows).encode()
+    for name, data in {"mark": b"\xef\xbb\xbf" + lines, "packed": gzip.compress(lines), "plain": lines}.items():
+        (tmp_path / name).write_bytes(data)
+        assert [item.messages[0]["content"] for item in load_prompts(str(tmp_path / name))] == ["one\u2028two", "three"]
+
+
+def test_tools_reach_the_template(tmp_path: Path):
+    tool = {"type": "function", "function": {"name": "weather"}}
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "tools": [tool]}))
+    (prompt,) = load_prompts(str(path))
+    template = "{% for t in tools or [] %}T {% endfor %}{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert encode(tokenizer(template), prompt) == [5, 1]
+
+
+def test_a_prompt_that_the_template_refuses_is_set_aside():
+    template = "{% for m in messages %}{{ raise_exception('too odd') if m.content == 'b' }}{{ m.content }}{% endfor %}"
+    asked = [Prompt(({"role": "user", "content": text},)) for text in "aab"]
+    kept, aside = encode_all(tokenizer(template), asked, "template", tokens=4, context=10)
+    assert len(kept) == 2
+    assert aside == {"refused by the chat template (too odd)": 1}
+    with pytest.raises(UserError, match="too odd"):
+        encode(tokenizer(template), asked[2])
 
 
 def test_a_limit_takes_from_every_kind():

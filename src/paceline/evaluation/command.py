@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from paceline.errors import UserError
 from paceline.evaluation import endpoint
 from paceline.evaluation.checks import Check
 from paceline.evaluation.decode import Engine
-from paceline.evaluation.prompts import EncodedPrompt, encode_all, load_prompts
+from paceline.evaluation.prompts import EncodedPrompt, encode_all, read_prompts, spread
 from paceline.evaluation.report import check_limit, evaluate, lines
 from paceline.evaluation.sampling import Sampling
 from paceline.evaluation.verify import failed, load_drafter, summary, verify
@@ -115,6 +115,8 @@ def _check_ranges(options: EvalOptions) -> None:
         raise UserError(f"count = {options.count} is negative", "use 0 for all prompts")
     if not 0 <= options.compare < math.inf:
         raise UserError(f"compare = {options.compare} is no τ", "give the τ that was measured here, or leave it out")
+    if options.compare and not options.endpoint:
+        raise UserError(f"compare = {options.compare} has nothing to compare with", "name the server with --endpoint")
     if not 0 <= options.seed < 1 << 63:
         raise UserError(f"seed = {options.seed} is outside 0 … 2^63 - 1", "give a smaller one")
     if any(size < 1 for size in options.batches):
@@ -190,15 +192,17 @@ def prepare(options: EvalOptions, sampling: Sampling, report: Callable[[str], No
     target = read_shape(config)
     folder.check_fits(shape, target, str(place))
     _warn_of_changes(facts, shape, tensors, report)
+    found = read_prompts(options.prompts)
     prompts, aside = encode_all(
         load_tokenizer(config),
-        load_prompts(options.prompts, options.count),
+        spread(found.prompts, options.count or len(found.prompts)),
         options.thinking,
         tokens=options.tokens,
         context=target.max_positions,
     )
-    for reason, count in aside.items():
-        report(f"{count} of {count + len(prompts)} prompts set aside: {reason}")
+    aside = found.set_aside | aside
+    _say_set_aside(aside, report)
+    _check_batches(options.batches, len(prompts))
     report(f"loading the target {config.model}")
     body = TransformersTarget.load(config, device, shape.layer_ids)
     origin = origin_of(config)
@@ -210,6 +214,20 @@ def prepare(options: EvalOptions, sampling: Sampling, report: Callable[[str], No
     generator = torch.Generator(device=device).manual_seed(options.seed)
     engine = Engine(body.model, body.ends, drafter, shape, sampling, generator, static=graphs, graphs=graphs)
     return Prepared(engine, prompts, shape.eos_token_ids, aside, identity(options, origin))
+
+
+def _check_batches(batches: Sequence[int], prompts: int) -> None:
+    """A batch that is never full would be timed as what it is not."""
+    if max(batches, default=1) > prompts:
+        raise UserError(
+            f"batches = {' '.join(map(str, batches))} has one beyond the {prompts} prompts to decode",
+            "give more prompts (--count), or smaller batches",
+        )
+
+
+def _say_set_aside(aside: Mapping[str, int], report: Callable[[str], None]) -> None:
+    for reason, count in aside.items():
+        report(f"{count} {'prompt' if count == 1 else 'prompts'} set aside: {reason}")
 
 
 def _warn_of_changes(
@@ -280,10 +298,11 @@ def identity(options: EvalOptions, origin: Origin) -> dict[str, str]:
 
 
 def _run_endpoint(options: EvalOptions, sampling: Sampling) -> int:
-    prompts = load_prompts(options.prompts, options.count)
+    found = read_prompts(options.prompts)
+    _say_set_aside(found.set_aside, _say)
     served = endpoint.measure(
         options.endpoint,
-        prompts,
+        spread(found.prompts, options.count or len(found.prompts)),
         limit=options.tokens,
         sampling=sampling,
         model=options.model,
@@ -298,7 +317,8 @@ def _run_endpoint(options: EvalOptions, sampling: Sampling) -> int:
         gap = served.tau / options.compare - 1
         code = 0 if abs(gap) <= 0.02 else 1
         print(f"ours {options.compare:.3f}: served is {gap:+.1%}" + ("" if not code else ", more than 2 % apart"))
-    _write(options.out, dataclasses.asdict(served) | {"tau": served.tau, "tau_engine": served.tau_engine})
+    figures = {"tau": served.tau, "tau_engine": served.tau_engine, "set_aside": found.set_aside}
+    _write(options.out, dataclasses.asdict(served) | figures)
     return code
 
 

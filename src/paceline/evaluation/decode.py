@@ -149,7 +149,10 @@ def plain(
 
 @torch.no_grad()
 def decode(engine: Engine, prompts: Sequence[Sequence[int]], limit: int, end_ids: Sequence[int]) -> Timed:
-    """Decode a batch of prompts together, each to `limit` new tokens or to its first end token."""
+    """Decode a batch of prompts together, each to `limit` new tokens or to its first end token.
+
+    Raises UserError for an empty prompt, for a limit below 1, and for a target whose logits are not finite.
+    """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise UserError("a prompt without tokens cannot be decoded", "leave empty prompts out")
     if limit < 1:
@@ -164,6 +167,7 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], limit: int, end_ids
         begun = _now(loop.device)
         loop.run()
         end = _now(loop.device)
+    loop.check_finite()
     return Timed(loop.answers(), prefilled - start, end - begun)
 
 
@@ -193,6 +197,7 @@ class DecodingLoop:
         self.done_R = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.committed_R = torch.zeros_like(self.lengths_R)
         self.accepted_R = torch.zeros_like(self.lengths_R)
+        self.finite_R = torch.ones_like(self.done_R)
         self.end_ids = torch.tensor(sorted(set(end_ids)), dtype=torch.long, device=self.device)
         self.offsets_B = torch.arange(engine.block, device=self.device)
         self.target_cache = TargetCache(engine.model, self.capacity)
@@ -221,7 +226,18 @@ class DecodingLoop:
         return draw(distribution(logits, self.engine.sampling), self.engine.generator)
 
     def _target(self, ids: Tensor, positions: Tensor, visible: int, **extra: Tensor) -> Tensor:
-        return self.engine.model(input_ids=ids, **self.target_cache.arguments(positions, visible), **extra).logits
+        logits = self.engine.model(input_ids=ids, **self.target_cache.arguments(positions, visible), **extra).logits
+        self.finite_R &= logits.amax(dim=(1, 2)).isfinite()
+        return logits
+
+    def check_finite(self) -> None:
+        """Raise UserError where logits were not finite: their argmax is the same with and without a drafter, so such a
+        target would measure as one that every draft agrees with."""
+        if not bool(self.finite_R.all()):
+            dtype = str(self.engine.model.dtype).removeprefix("torch.")
+            raise UserError(
+                f"the target's logits are not finite in {dtype}", "check its weights, or decode in another --dtype"
+            )
 
     def note_features(self, positions: Tensor) -> None:
         """Add the context keys and values of the latest forward's tokens to the drafter's cache."""
@@ -318,7 +334,7 @@ class DecodingLoop:
         """
         if not self.engine.sampling.greedy or self.device.type != "cuda":
             raise UserError("CUDA graphs decode greedily on a GPU only", "use --graphs off")
-        moving = (self.tokens_RC, self.lengths_R, self.done_R, self.committed_R, self.accepted_R)
+        moving = (self.tokens_RC, self.lengths_R, self.done_R, self.committed_R, self.accepted_R, self.finite_R)
         kept = [tensor.clone() for tensor in moving]
         with _side_stream():
             for _ in range(2):

