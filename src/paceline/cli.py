@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from paceline import config as configuration
 from paceline.errors import UserError
 
 Overrides = Positional[tuple[str, ...]]
+_PARSING = (tyro.conf.FlagCreatePairsOff,)
 Through = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], arg(metavar="'COMMAND …'")]
 
 
@@ -123,25 +126,36 @@ def doctor(  # noqa: PLR0913 - the flags of one question
 
 
 def run_there(
-    script: Positional[str],
-    args: Positional[tuple[str, ...]] = (),
+    script: Annotated[Positional[str], arg(metavar="SCRIPT", help_behavior_hint="")] = "",
+    args: Annotated[Positional[tuple[str, ...]], arg(metavar="[ARGUMENT …]", help_behavior_hint="")] = (),
     *,
     through: Through = (),
     python: str = "",
     timeout: float = 600.0,
-) -> int:
+) -> Callable[[Sequence[str]], int]:
     """Run a Python file at the far end of any chain of shells; no quoting can touch it.
 
+    What the script itself shall get goes after --, options included:
+
+    paceline run-there check.py --through 'ssh root@host' --through 'docker exec box' -- --steps 3 'two words'
+
     Args:
-        script: the Python file.
-        args: its arguments.
-        through: a layer of the way there, outermost first; repeat it.
-        python: the interpreter there.
-        timeout: seconds.
+        script: the Python file, here.
+        args: its arguments; those that begin with a dash only behind --.
+        through: a layer of the way there, outermost first; repeat it for each (--through 'ssh root@host').
+        python: the interpreter there; empty takes python3, or this one where no layer is named.
+        timeout: seconds that the script may take.
     """
     from paceline.doctor.command import run_there as run
 
-    return run(script, args, through, python, timeout)
+    def go(rest: Sequence[str]) -> int:
+        file, *its = (script, *args, *rest) if script else rest or ("",)
+        if not file:
+            example = "paceline run-there check.py --through 'ssh root@host' -- --steps 3"
+            raise UserError("no script was named", f"for example: {example}")
+        return run(file, its, through, python, timeout)
+
+    return go
 
 
 def cache(
@@ -151,19 +165,21 @@ def cache(
     root: str = "",
     key: str = "",
     older_than_days: float = 0.0,
+    replace: bool = False,
 ) -> int:
     """Compile caches: list them, prune them, pack one into a file, unpack it on another host.
 
     Args:
         action: list, prune, pack or unpack.
         file: the file to pack into or unpack from.
-        root: folder of the caches; empty takes the default.
-        key: which cache to pack or to keep; empty takes the one of this machine.
+        root: folder of the caches, as compiling.cache names it; empty takes the default.
+        key: the cache to pack, or the only one to keep; empty takes those that this machine can use.
         older_than_days: prune only what was not used for so long.
+        replace: unpack over a cache of the same key.
     """
     from paceline.compiling.command import run_cache
 
-    return run_cache(action, file, root=root, key=key, older_than_days=older_than_days)
+    return run_cache(action, file, root=root, key=key, older_than_days=older_than_days, replace=replace)
 
 
 def data(
@@ -228,12 +244,14 @@ class Verb:
     """What is behind a word of the command line."""
 
     about: str
-    body: Callable[..., int] | None = None
+    body: Callable[..., Any] | None = None
     """A function of this file; its parameters are the flags."""
     place: str = ""
     """Else `module:Options:function`, imported when the verb is used; the dataclass's fields are the flags."""
     follow: str = ""
     """The word that must come after the verb."""
+    passes_on: str = ""
+    """Whose are the words after ``--``: they are no flags, but what the body's result is called with."""
 
     def run(self, name: str, words: Sequence[str]) -> int:
         """Raises UserError where the word that must follow does not."""
@@ -246,10 +264,22 @@ class Verb:
             name = f"{name} {self.follow}"
             words = words[1:] if words[0] == self.follow else words
         if self.body is not None:
-            return _parse(self.body, name, words)
+            return self._pass_on(self.body, name, words) if self.passes_on else _parse(self.body, name, words)
         module_name, options, function = self.place.split(":")
         module = importlib.import_module(module_name)
         return vars(module)[function](_parse(vars(module)[options], name, words))
+
+    def _pass_on(self, body: Callable[..., Any], name: str, words: Sequence[str]) -> int:
+        end = words.index("--") if "--" in words else len(words)
+        go, unknown = tyro.cli(
+            body, prog=f"paceline {name}", args=list(words[:end]), config=_PARSING, return_unknown_args=True
+        )
+        if unknown:
+            raise UserError(
+                f"paceline {name} has no option {unknown[0]}",
+                f"what {self.passes_on} shall get goes after --: paceline {name} … -- {shlex.join(unknown)}",
+            )
+        return go(words[end + 1 :])
 
 
 VERBS = {
@@ -257,7 +287,9 @@ VERBS = {
     "plan": Verb("who would do what, and what it would cost", plan),
     "warmup": Verb("compile everything a run needs, ahead of time", warmup),
     "doctor": Verb("what is wrong with this machine, a run, a process, or a machine far away", doctor),
-    "run-there": Verb("run a Python file at the far end of any chain of shells", run_there),
+    "run-there": Verb(
+        "run a Python file at the far end of any chain of shells", run_there, passes_on="the script itself"
+    ),
     "cache": Verb("list, prune, pack and unpack compile caches", cache),
     "data": Verb("show the data as a run would see it: paceline data show run.toml", data, follow="show"),
     "regenerate": Verb(
@@ -278,6 +310,9 @@ VERBS = {
 def main(words: Sequence[str] | None = None) -> int:
     """Run a verb; user errors are one line and a hint on standard error, exit code 2."""
     words = sys.argv[1:] if words is None else words
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where both streams go to one file or pipe, whole lines then stand in the order in which they were printed.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         return _dispatch(words)
     except UserError as error:
@@ -314,7 +349,7 @@ def _help() -> str:
 
 
 def _parse(what: Callable[..., Any], name: str, words: Sequence[str]) -> Any:
-    return tyro.cli(what, prog=f"paceline {name}", args=list(words), config=(tyro.conf.FlagCreatePairsOff,))
+    return tyro.cli(what, prog=f"paceline {name}", args=list(words), config=_PARSING)
 
 
 def _say(text: str) -> None:

@@ -88,6 +88,45 @@ def test_output_is_streamed_as_it_is_printed(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+ALTERNATING = """
+import sys
+for number in range(200):
+    print("out", number)
+    print("err", number, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("through", [(), ("bash -c", "env")], ids=["here", "shells"])
+def test_both_streams_in_one_file_keep_their_order(tmp_path: Path, through: tuple[str, ...]) -> None:
+    """Whole lines, each where it was printed: the far end writes both into what is one file here."""
+    words = [word for layer in through for word in ("--through", layer)]
+    command = [sys.executable, "-m", "paceline", "run-there", write_script(tmp_path, ALTERNATING), *words]
+    both = tmp_path / "both"
+    with open(both, "wb") as file:
+        subprocess.run([*command, "--python", sys.executable], stdout=file, stderr=file, check=True)
+    assert both.read_text().splitlines() == [f"{name} {number}" for number in range(200) for name in ("out", "err")]
+
+
+@pytest.mark.timeout(60)
+def test_a_banner_is_shown_before_the_script_begins(tools: Path) -> None:
+    """A layer may print where to log in, and wait for it: here it waits until its words have come through."""
+    gate = tools / "gate"
+    os.mkfifo(gate)
+    program(tools, "portal", f'echo "log in at https://example.org"; read word <{gate}; exec "$@"')
+    command = [sys.executable, "-m", "paceline", "run-there", write_script(tools, "print('in')"), "--through", "portal"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--python", sys.executable], text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            assert "portal is not known here" in process.stderr.readline()
+            assert process.stderr.readline() == "log in at https://example.org\n"
+            gate.write_text("go\n")
+            assert process.stdout.read() == "in\n"
+        finally:
+            remote.end_tree(process.pid)
+
+
 def test_the_probe_answers_through_four_shells(capfd: pytest.CaptureFixture[str]) -> None:
     options = DoctorOptions(target="/", through=FOUR_SHELLS, python=sys.executable, json=True)
     assert run_doctor(options) == 2, "no run there"

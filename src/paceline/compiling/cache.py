@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.compiling import damage
-from paceline.compiling.archive import MANIFEST, TRUST, Unpacked, pack, read_manifest, unpack
+from paceline.compiling.archive import DRAFT, MANIFEST, TRUST, Unpacked, pack, read_manifest, unpack
 from paceline.compiling.damage import Damage
 from paceline.compiling.fingerprint import FILE_NAME, Fingerprint
 from paceline.compiling.lock import Holder, holder, is_held, locked
@@ -52,6 +52,7 @@ __all__ = [
 
 Condition = Literal["cold", "unfinished", "finished"]
 _STAMP = "used"
+_DRAFT_SECONDS = 86_400
 _NO_ROOM = 1 << 20
 """Bytes; less than one small kernel and its library take."""
 
@@ -285,7 +286,8 @@ class CompileCache:
 
 def list_caches(root: Path) -> list[CacheFacts]:
     """Every cache under `root`, the last used first."""
-    folders = [path.parent for path in root.glob(f"*/{FILE_NAME}")] if root.is_dir() else []
+    marks = (path for mark in (FILE_NAME, "inductor") for path in root.glob(f"*/{mark}"))
+    folders = {path.parent for path in marks if not path.parent.name.startswith(DRAFT)}
     return sorted(map(_facts, folders), key=lambda facts: facts.last_used, reverse=True)
 
 
@@ -298,10 +300,18 @@ def prune(root: Path, *, keep: Iterable[str] = (), older_than_days: float = 0.0)
     Raises:
         UserError: one cannot be removed.
     """
+    _remove_drafts(root)
     limit = time.time() - older_than_days * 86_400
     kept = set(keep)
     doomed = [facts for facts in list_caches(root) if facts.key not in kept and facts.last_used <= limit]
     return [facts for facts in doomed if facts.holder is None and _removed(facts.folder)]
+
+
+def _remove_drafts(root: Path) -> None:
+    """What unpacking left where it was killed; the draft of one at work is younger."""
+    for draft in root.glob(f"{DRAFT}*"):
+        if draft.stat().st_mtime < time.time() - _DRAFT_SECONDS:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _removed(folder: Path) -> bool:
@@ -391,10 +401,11 @@ def _unit(folder: Path, path: str) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _count(number: int, one: str, many: str = "") -> str:

@@ -174,7 +174,7 @@ def _broken_pickle(data: bytes) -> str | None:
     try:
         for _, _, place in pickletools.genops(data):
             end = (place or 0) + 1
-    except (ValueError, IndexError, UnicodeError) as error:
+    except (ValueError, IndexError) as error:
         return f"not a pickle: {error}"
     return None if end == len(data) else f"{len(data) - end} bytes too long"
 

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pynvml
@@ -68,6 +68,10 @@ class Fingerprint:
             if before != after:
                 words.append(f"{flag} {before} -> {after}")
         return words
+
+    def of_machine(self) -> Fingerprint:
+        """Without the flags that a run's configuration adds: the same for all runs on one machine and environment."""
+        return replace(self, flags={name: flag for name, flag in self.flags.items() if name.startswith(_FLAG_PREFIXES)})
 
     def save(self, file: Path) -> None:
         """Write as JSON, all or nothing."""

@@ -75,8 +75,7 @@ def run_doctor(options: DoctorOptions) -> int:
     else:
         console = Console()
         render.show(console, report.findings, report.title, report.workers)
-        for line in report.after:
-            console.print(line, markup=False, highlight=False)
+        render.show_lines(console, report.after)
     return exit_code(report.findings)
 
 
@@ -88,7 +87,7 @@ def run_there(script: str, args: Sequence[str], through: Sequence[str], python: 
     """
     place = place_for(tuple(through), python, timeout)
     for note in _notes(place.layers):
-        print(f"{note.what}: {note.value}", file=sys.stderr)
+        print(f"{note.what}: {note.value}", file=sys.stderr, flush=True)
     return stream(place, script, args)
 
 

@@ -208,6 +208,8 @@ _SCRIPT = """\
 import sys
 sys.stdout.write({mark} + "\\n")
 sys.stdout.flush()
+for _stream in (sys.stdout, sys.stderr):
+    _stream.reconfigure(line_buffering=True)
 import linecache, traceback
 sys.argv = {argv}
 sys.excepthook = lambda kind, fault, place: traceback.print_exception(kind, fault, place.tb_next or place)
@@ -247,9 +249,10 @@ def stream(place: Place, script: str, arguments: Sequence[str]) -> int:
     """
     nonce = luggage.new_nonce()
     source = pack_script(read_script(script), script, arguments, nonce).encode()
-    command = place.command("-u", "-")
+    command = place.command("-")
+    together = subprocess.STDOUT if _one_file() else None
     try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=together)
     except OSError as fault:
         raise blame(place, Outcome(127, "", f"{command[0]}: {fault.strerror}")) from fault
     assert process.stdin is not None
@@ -269,27 +272,39 @@ def stream(place: Place, script: str, arguments: Sequence[str]) -> int:
     return code
 
 
+def _one_file() -> bool:
+    """Whether our two streams are one terminal, file or pipe: then what the script prints must keep its order."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+
+
 def _feed(stdin: IO[bytes], source: bytes) -> None:
     with contextlib.suppress(BrokenPipeError), stdin:
         stdin.write(source)
 
 
 def _pour(stdout: IO[bytes], mark: bytes) -> bool:
-    """Banners before the mark go to standard error, what comes after it to standard output. Whether it came."""
+    """Banners before the mark go to standard error at once, what comes after it to standard output. Whether it came."""
     pending, begun = b"", False
     while chunk := os.read(stdout.fileno(), 1 << 16):
         if begun:
             _write(sys.stdout, chunk)
             continue
-        pending += chunk
-        banner, found, rest = pending.partition(mark)
-        if found and b"\n" in rest:
-            begun = True
-            _write(sys.stderr, banner)
-            _write(sys.stdout, rest.partition(b"\n")[2])
-    if not begun:
-        _write(sys.stderr, pending)
+        banner, found, rest = (pending + chunk).partition(mark)
+        begun = bool(found) and b"\n" in rest
+        kept = len(banner) - (0 if found else _begun_mark(banner, mark))
+        _write(sys.stderr, banner[:kept])
+        pending = b"" if begun else banner[kept:] + found + rest
+        _write(sys.stdout, rest.partition(b"\n")[2] if begun else b"")
+    _write(sys.stderr, pending)
     return begun
+
+
+def _begun_mark(data: bytes, mark: bytes) -> int:
+    """How many of the last bytes may be the first ones of the mark: they wait for what comes next."""
+    return next((length for length in range(len(mark) - 1, 0, -1) if data.endswith(mark[:length])), 0)
 
 
 def _write(text_stream: TextIO, data: bytes) -> None:

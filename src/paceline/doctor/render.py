@@ -34,6 +34,12 @@ def show(console: Console, findings: Sequence[Finding], title: str, workers: Seq
     console.print(Text("\n" + summary(findings), style=_STYLES[worst(findings)]))
 
 
+def show_lines(console: Console, lines: Sequence[str]) -> None:
+    """Source and stacks: each line as it is, however wide the terminal, or the pipe that has no width."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def _table(findings: list[Finding]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(width=9, no_wrap=True)
