@@ -136,4 +136,29 @@ def test_a_process_that_is_not_python() -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert facts["spy_kind"] in ("not python", "refused")
+    (found,) = serious(facts)
+    assert found.what == "not a Python process"
+    assert "sleep" in found.value
+
+
+def test_the_python_below_a_shell_is_found_and_the_one_that_asks_is_not() -> None:
+    source = "import sys; print('ready', flush=True); sys.stdin.read()"
+    words = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, source]
+    shell = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    assert shell.stdout.readline() == "ready\n"
+    facts = traveller.main({"pid": shell.pid, "timeout": 30})
+    shell.communicate()
+    assert facts["python"] is False
+    assert [one["command"].startswith(sys.executable) for one in facts["python_below"]] == [True]
+    above = traveller.main({"pid": os.getppid(), "timeout": 30})
+    assert os.getpid() not in [one["pid"] for one in above["python_below"]]
+
+
+def test_the_first_process_of_the_machine_is_never_called_what_it_is_not() -> None:
+    facts = traveller.main({"pid": 1, "timeout": 30})
+    whats = {finding.what for finding in foreign.judge(facts)}
+    assert ("not a Python process" in whats) == (facts["python"] is False)
+    if facts["python"] is None:
+        torch = next(finding for finding in foreign.judge(facts) if finding.what == "torch")
+        assert "may not see" in torch.value

@@ -87,6 +87,7 @@ HEALTHY: dict[str, Any] = {
     },
     "caches": [
         {
+            "owner": "torch",
             "path": "/tmp/cache",
             "exists": True,
             "free": 64 * GIB,
@@ -179,6 +180,10 @@ def test_a_healthy_machine_has_nothing_but_good_news() -> None:
         ("caches/0/noexec", True, Level.ERROR, "mounted noexec", "/tmp/cache"),
         ("caches/0/free", 1 << 20, Level.ERROR, "little space", "1.0 MiB"),
         ("caches/0/damaged", [{"file": "x.py", "reason": "empty"}], Level.ERROR, "damaged files", "x.py (empty)"),
+        (
+            "caches/0/damaged", [{"file": "fxgraph/ab/key/x", "reason": "cut"}], Level.WARNING, "damaged files",
+            "fxgraph/ab/key/x (cut)",
+        ),
         ("places/shared memory/free", 64 << 20, Level.ERROR, "little shared memory", "64.0 MiB"),
         ("limits/open_files", [256, 4096], Level.WARNING, "open files", "256"),
         ("cpu/allowed", 1, Level.WARNING, "processors", "1 of 16"),
@@ -210,12 +215,48 @@ def test_each_change_is_found_and_alone(path: str, value: Any, level: Level, wha
         ("torch/dynamo/holds_in_threads", False, "Dynamo's settings in other threads"),
         ("tools/nvcc/version", "release 13.1, V13.1", "CUDA toolkit"),
         ("limits/open_files", [1024, 4096], "open files"),
-        ("caches/0/files", 0, "empty"),
+        ("caches/0/files", 0, "torch's default"),
         ("environment/NCCL_TIMEOUT", "1800", "NCCL_TIMEOUT"),
     ],
 )
 def test_what_is_worth_knowing_is_information(path: str, value: Any, what: str) -> None:
     assert [f.what for f in judge(changed(path, value)) if f.level is not Level.OK] == [what]
+
+
+def caches_of(files: int, **changes: object) -> list[Finding]:
+    """What is said of Paceline's own cache and of torch's, in that order."""
+    owners = ({**HEALTHY["caches"][0], "files": files, **changes, "owner": owner} for owner in ("paceline", "torch"))
+    facts = changed("caches", list(owners))
+    facts["packages"]["paceline"] = "0.1"
+    return [finding for finding in judge(facts) if finding.subject == "compile cache"]
+
+
+@pytest.mark.parametrize("files", [0, 40])
+def test_whose_cache_it_is_stands_in_each_line(files: int) -> None:
+    own, torchs = caches_of(files)
+    assert (own.what, torchs.what) == ("Paceline's own", "torch's default")
+    assert "for its runs" in own.value
+    assert "for programs other than Paceline" in torchs.value
+    assert ("nothing compiled yet" in own.value) == (files == 0)
+
+
+def test_no_cache_of_paceline_is_missed_where_it_is_not_installed() -> None:
+    absent = {**HEALTHY["caches"][0], "owner": "paceline", "exists": False, "files": 0}
+    assert not [finding for finding in judge(changed("caches", [absent])) if finding.subject == "compile cache"]
+
+
+def test_damage_in_paceline_s_own_cache_needs_no_hand() -> None:
+    _, own, _, torchs = caches_of(40, damaged=[{"file": "x.py", "reason": "empty"}])
+    assert own.level is Level.INFO
+    assert "the next run removes them" in own.why
+    assert torchs.level is Level.ERROR
+    assert "rm -r /tmp/cache" in torchs.remedy
+
+
+def test_a_remedy_names_the_setting_that_moves_that_cache() -> None:
+    _, own, _, torchs = caches_of(40, writable=False)
+    assert own.remedy.startswith("compiling.cache")
+    assert torchs.remedy.startswith("TORCHINDUCTOR_CACHE_DIR")
 
 
 def test_several_installs_are_listed_in_order() -> None:
@@ -250,6 +291,10 @@ PROCESS: dict[str, Any] = {
     "name": "python",
     "state": "S (sleeping)",
     "command": ["python", "train.py"],
+    "executable": "/usr/bin/python3.12",
+    "kernel": False,
+    "python": True,
+    "python_below": [],
     "uid": ["1000"],
     "environment": {},
     "memory": {"resident": GIB, "peak": GIB, "limit": None, "used_of_limit": None, "killed": 0},
@@ -268,7 +313,10 @@ PROCESS: dict[str, Any] = {
     ("change", "remedy"),
     [
         ({}, "ptrace_scope"),
-        ({"uid": ["0"]}, "run as root"),
+        ({"uid": ["0"]}, "as root"),
+        ({"uid": ["1001"], "rights": {**PROCESS["rights"], "uid": 0}}, "--cap-add SYS_PTRACE"),
+        ({"spy_kind": "timed out"}, "look again"),
+        ({"spy_kind": "not python"}, "pip install -U py-spy"),
         ({"rights": {**PROCESS["rights"], "container": True}}, "--cap-add SYS_PTRACE"),
         ({"rights": {**PROCESS["rights"], "may_trace": True}}, "seccomp"),
         ({"spy_kind": "absent"}, "pip install py-spy"),
@@ -278,6 +326,56 @@ def test_refused_stacks_name_the_remedy_that_fits(change: dict[str, Any], remedy
     (found,) = [one for one in foreign.judge({**PROCESS, **change}) if one.level >= Level.WARNING]
     assert found.what == "no stacks"
     assert remedy in found.remedy
+
+
+def only_serious(**change: object) -> Finding:
+    (found,) = [one for one in foreign.judge({**PROCESS, **change}) if one.level >= Level.WARNING]
+    return found
+
+
+SHELL = {"python": False, "executable": "/usr/bin/bash", "name": "bash", "command": ["bash", "run.sh"]}
+
+
+@pytest.mark.parametrize("kind", ["not python", "refused", "absent", "other"])
+def test_what_is_no_python_process_is_called_so_whatever_py_spy_says(kind: str) -> None:
+    found = only_serious(**SHELL, spy_kind=kind)
+    assert found.what == "not a Python process"
+    assert "/usr/bin/bash" in found.value
+    assert "pgrep -af python" in found.remedy
+    assert "ptrace" not in found.remedy + found.why
+
+
+def test_the_python_below_a_shell_is_named() -> None:
+    found = only_serious(**SHELL, python_below=[{"pid": 812, "command": "python train.py"}])
+    assert "--pid 812 (python train.py)" in found.remedy
+
+
+@pytest.mark.parametrize(("name", "said"), [("process_api", True), ("python3.12", False)])
+def test_a_refused_look_says_that_it_may_not_even_be_python(name: str, said: bool) -> None:
+    found = only_serious(python=None, name=name, command=[f"/opt/{name}"], spy_kind="refused")
+    assert found.what == "no stacks"
+    assert ("whether it is Python" in found.value) == said
+    assert ("if it is no Python process" in found.remedy) == said
+
+
+def test_what_may_not_be_seen_is_not_called_absent() -> None:
+    hidden = {"torch": {"refused": True, "folders": [], "versions": []}, "files": {"refused": True}}
+    told = {one.what: one.value for one in foreign.judge({**PROCESS, **hidden}) if one.level is Level.INFO}
+    assert "may not see" in told["torch"]
+    assert "may not be read" in told["open files"]
+
+
+def test_a_thread_of_the_kernel_and_a_zombie_have_no_stacks_and_no_blame() -> None:
+    memory = {**PROCESS["memory"], "resident": None}
+    found = foreign.judge({**PROCESS, "kernel": True, "python": False, "memory": memory})
+    assert [one.what for one in found if one.level > Level.OK] == ["no stacks"]
+    zombie = only_serious(state="Z (zombie)", python=False)
+    assert zombie.what == "state"
+
+
+def test_a_process_that_ends_meanwhile() -> None:
+    (found,) = foreign.judge({"absent": True, "ended": True, "pid": 7, "host": "box"})
+    assert (found.level, found.what) == (Level.ERROR, "ended")
 
 
 @pytest.mark.parametrize(
@@ -357,6 +455,13 @@ def test_plain_lines_when_it_is_no_terminal(capsys: pytest.CaptureFixture[str]) 
     assert lines[:3] == ["title", "ok      host: memory: lots", "info    host: port: in use"]
     assert lines[-1] == "4 things looked at: 1 error, 1 warning"
     assert sum(line.startswith("        do: ") for line in lines) == 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_of_source_are_not_broken(terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "    if [is_fx_tracing()] and " + "x" * 200
+    render.show_lines(Console(force_terminal=terminal, width=80, color_system=None), [line, "next"])
+    assert capsys.readouterr().out.splitlines() == [line, "next"]
 
 
 def test_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -215,9 +216,13 @@ def test_the_installed_torch_is_read_as_it_behaves() -> None:
         ("a.json", b'{"a": ', "not JSON"),
         ("a.so", b"\0" * 100, "not an object file"),
         ("a.txt", b"", None),
+        ("fxgraph/ab/key/entry", pickle.dumps({"graph": 1}), None),
+        ("fxgraph/ab/key/entry", pickle.dumps({"graph": 1})[:-3], "not a pickle"),
+        ("fxgraph/ab/key/.12.34.tmp", b"half", None),
     ],
 )
 def test_damaged_files_are_seen(tmp_path: Path, name: str, data: bytes, reason: str | None) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_bytes(data)
     found = probe.damage(str(tmp_path / name))
     assert found is None if reason is None else (found or "").startswith(reason)

@@ -14,8 +14,12 @@ from paceline.doctor.findings import Finding, Level, error, info, ok, warning
 def judge(facts: dict[str, Any]) -> list[Finding]:
     """Findings on one process, what is wrong first by weight of the report's order: stacks, then the rest."""
     subject = f"process {facts['pid']}"
+    if facts.get("ended"):
+        return [error(subject, "ended", f"while it was looked at, on {facts['host']}", "", "look at its last output")]
     if facts.get("absent"):
-        return [error(subject, "no such process", f"on {facts['host']}", "", "ps -ef | grep python finds its number")]
+        return [
+            error(subject, "not there", f"no such process on {facts['host']}", "", "pgrep -af python names them all")
+        ]
     return [
         ok(subject, "command", " ".join(facts["command"])[:200] or facts["name"]),
         *_state(facts, subject),
@@ -50,6 +54,8 @@ def _state(facts: dict[str, Any], subject: str) -> list[Finding]:
 
 def _stacks(facts: dict[str, Any], subject: str) -> list[Finding]:
     samples = samples_of(facts)
+    if not samples and (facts["state"] or "?")[0] in "ZX":
+        return []
     if not samples:
         return [_no_stacks(facts, subject)]
     found = stacks.recognise(samples[-1], subject)
@@ -69,57 +75,91 @@ def _stacks(facts: dict[str, Any], subject: str) -> list[Finding]:
     return found
 
 
+_AS_ROOT = 'sudo env "PATH=$PATH" paceline doctor --pid'
+_SEEN_OF_ALL = "its state, memory, open files and connections are below, as far as this user may see them"
+
+
 def _no_stacks(facts: dict[str, Any], subject: str) -> Finding:
-    kind, fault = facts["spy_kind"], facts["spy_fault"]
-    if kind == "absent":
-        remedy = "pip install py-spy into the Python that is named with --python"
-        return warning(subject, "no stacks", fault, "only /proc could be read", remedy)
-    if kind == "refused":
-        return warning(subject, "no stacks", f"py-spy: {fault}", *_refusal(facts))
-    if kind == "timed out":
-        remedy = "look again; a process in uninterruptible sleep (state D) cannot be read"
-        return warning(subject, "no stacks", f"py-spy: {fault}", "it could not stop the process to read it", remedy)
-    if kind == "not python":
-        return warning(
-            subject,
-            "no stacks",
-            f"py-spy: {fault}",
-            "it is no Python process, or one just starting",
-            "give the number of the Python process itself, not of a shell or torchrun above it",
-        )
-    return warning(subject, "no stacks", f"py-spy: {fault}", "only /proc could be read", "py-spy dump --pid by hand")
+    """Why there are none: it has none, or what stood between; and what to do about it."""
+    if facts["kernel"]:
+        return info(subject, "no stacks", f"{facts['name']} is a thread of the kernel, and no program")
+    if facts["python"] is False:
+        value = f"no Python is loaded in it ({facts['executable'] or facts['name']})"
+        why = f"only Python has the stacks that are read here; {_SEEN_OF_ALL}"
+        return warning(subject, "not a Python process", value, why, _below(facts))
+    if facts["spy_kind"] == "refused":
+        return _refused(facts, subject)
+    value = facts["spy_fault"] if facts["spy_kind"] == "absent" else f"py-spy: {facts['spy_fault']}"
+    by_hand = _SEEN_OF_ALL, f"py-spy dump --pid {facts['pid']} by hand"
+    return warning(subject, "no stacks", value, *_SPY_FAULTS.get(facts["spy_kind"], by_hand))
+
+
+_SPY_FAULTS = {
+    "absent": (
+        f"py-spy reads them, and is not installed beside the Python that looks; {_SEEN_OF_ALL}",
+        "pip install py-spy into the Python that is named with --python",
+    ),
+    "timed out": (
+        "it could not stop the process to read it",
+        "look again; a process in uninterruptible sleep (state D) cannot be read",
+    ),
+    "not python": (
+        "it is just starting, or its Python is of a version that this py-spy does not know",
+        "look again; else pip install -U py-spy",
+    ),
+}
+"""Why py-spy gave nothing, and what to do."""
+
+
+def _below(facts: dict[str, Any]) -> str:
+    if not facts["python_below"]:
+        return "ask about the Python process itself: pgrep -af python names them all"
+    shown = "; ".join(f"--pid {one['pid']} ({one['command']})" for one in facts["python_below"])
+    return f"ask about the Python that runs below it: {shown}"
+
+
+def _refused(facts: dict[str, Any], subject: str) -> Finding:
+    why, remedy = _refusal(facts)
+    value = "this user may not look into its memory"
+    if facts["python"] is None and "python" not in " ".join([facts["name"] or "", *facts["command"][:1]]):
+        value += f", so not even whether it is Python can be seen (its name is {facts['name']})"
+        remedy = f"if it is no Python process, there is nothing more to see; else {remedy}"
+    return warning(subject, "no stacks", value, f"{why}; {_SEEN_OF_ALL}", remedy)
 
 
 def _refusal(facts: dict[str, Any]) -> tuple[str, str]:
     """Why the kernel refused, and the remedy that fits."""
     rights = facts["rights"]
     owner = (facts["uid"] or ["?"])[0]
+    container = (
+        "docker run --cap-add SYS_PTRACE (Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]), "
+        "or look from the host"
+    )
     if rights["may_trace"]:
         return (
-            "this user may trace, but a security module (seccomp, AppArmor) forbids it",
-            "docker run --cap-add SYS_PTRACE --security-opt seccomp=unconfined, or look from the host",
-        )
-    if rights["container"]:
-        return (
-            "containers are started without the right to look into processes",
-            "docker run --cap-add SYS_PTRACE (Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]), "
-            "or look from the host",
+            "this user has the right to trace, so something stronger forbids it: a security module (seccomp, "
+            "AppArmor), or a process that belongs to the system outside",
+            "look from the host; in docker, --security-opt seccomp=unconfined beside --cap-add SYS_PTRACE",
         )
     if owner != str(rights["uid"]):
         return (
-            f"the process belongs to user {owner}, not to {rights['uid']}",
-            "run as root: sudo paceline doctor --pid …",
+            f"it belongs to user {owner}, and you are {rights['uid']}",
+            container if rights["uid"] == 0 else f"run as that user or as root: {_AS_ROOT} {facts['pid']}",
         )
+    if rights["container"]:
+        return "containers are started without the right to look into processes", container
     if rights["ptrace_scope"]:
         return (
             f"kernel.yama.ptrace_scope is {rights['ptrace_scope']}: a process may look into its own children alone",
             "run as root, or: echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope",
         )
-    return "the kernel refused", "run as root: sudo paceline doctor --pid …"
+    return "the kernel refused", f"run as root: {_AS_ROOT} {facts['pid']}"
 
 
 def _torch(torch: dict[str, Any], subject: str) -> list[Finding]:
     folders = torch["folders"]
+    if torch.get("refused"):
+        return [info(subject, "torch", "this user may not see whether it is loaded")]
     if len(folders) > 1:
         why = "libraries of two torches in one process do not fit together"
         return [error(subject, "torch", " and ".join(folders), why, "keep one install on the path")]
@@ -146,6 +186,8 @@ def _forked(facts: dict[str, Any], subject: str) -> list[Finding]:
 
 
 def _memory(memory: dict[str, Any], subject: str) -> list[Finding]:
+    if memory["resident"] is None:
+        return [ok(subject, "memory", "none of its own")]
     value = f"{size(memory['resident'])} resident, {size(memory['peak'])} at most"
     if not memory["limit"]:
         return [ok(subject, "memory", value)]

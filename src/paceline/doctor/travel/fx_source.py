@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import textwrap
 from typing import Any
 
 from paceline.doctor.travel.common import read
@@ -84,5 +85,5 @@ def _function_in(source: str, name: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _text(source: str, node: ast.AST) -> str:
-    lines = (ast.get_source_segment(source, node) or "").splitlines()
-    return "\n".join(lines[:12])
+    lines = (ast.get_source_segment(source, node, padded=True) or "").splitlines()
+    return textwrap.dedent("\n".join(lines[:12]))

@@ -12,7 +12,9 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import pickletools
 import platform
+import re
 import resource
 import shutil
 import site
@@ -44,7 +46,11 @@ PACKAGES = (
     "flash-attn",
     "deepspeed",
 )
+_ENTRIES = re.compile(r"/(fxgraph|aotautograd)/")
+"""Where torch keeps the graphs that it looks up: pickles."""
 _CACHE_SECONDS = 4.0
+_DRAFTS = ("tmp.", ".unpack-")
+"""How the folders begin that Triton, torch and Paceline fill before they rename them: no harm in what is half there."""
 
 
 def main(argument: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
         "gpus": gpus(),
         "limits": limits(),
         "places": places(),
-        "caches": [cache_facts(path) for path in cache_places()],
+        "caches": [{"owner": owner, **cache_facts(path)} for owner, path in cache_places()],
         "cpu": cpu_facts(),
         "memory": memory_facts(),
         "ports": port_facts(),
@@ -164,15 +170,15 @@ def _place(path: str, mounts: str) -> dict[str, Any]:
     }
 
 
-def cache_places() -> list[str]:
-    """Where compiled code would be kept by a bare torch here, and where Paceline keeps it, if anything is there."""
+def cache_places() -> list[tuple[str, str]]:
+    """Whose caches of compiled code may lie here, and where: Paceline's own, a bare torch's, and Triton's if it is."""
     user = attempt(_user_name, (KeyError, OSError)) or "unknown"
     default = os.path.join(tempfile.gettempdir(), "torchinductor_" + user)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".triton", "cache")
-    paceline = os.path.join(base, "paceline", "compile")
-    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default
-    return [chosen, *(place for place in (triton, paceline) if os.path.isdir(place))]
+    found = [("paceline", os.path.join(base, "paceline", "compile"))]
+    found.append(("torch", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default))
+    return found + ([("triton", triton)] if os.path.isdir(triton) else [])
 
 
 def _user_name() -> str:
@@ -189,7 +195,8 @@ def cache_facts(path: str) -> dict[str, Any]:
     facts = {"path": path, "exists": existing == path, **_place(existing, read("/proc/self/mounts")), "place": path}
     files, size, damaged, whole = 0, 0, [], True
     end = time.monotonic() + _CACHE_SECONDS
-    for folder, _, names in os.walk(path):
+    for folder, below, names in os.walk(path):
+        below[:] = [name for name in below if not name.startswith(_DRAFTS)]
         for name in names:
             file = os.path.join(folder, name)
             files, size = files + 1, size + (attempt(lambda f=file: os.path.getsize(f)) or 0)
@@ -201,20 +208,26 @@ def cache_facts(path: str) -> dict[str, Any]:
 
 
 def damage(file: str) -> str | None:
-    """Why a file of generated code cannot be whole; None where nothing is seen."""
+    """Why a file of generated code, or an entry that torch looks up, cannot be whole; None where nothing is seen."""
     kind = os.path.splitext(file)[1]
-    if kind not in (".py", ".so", ".json", ".cubin") or "__pycache__" in file:
+    entry = _ENTRIES.search(file) and not os.path.basename(file).startswith(".")
+    if (kind not in (".py", ".so", ".json", ".cubin") and not entry) or "__pycache__" in file:
         return None
     data = attempt(lambda: _bytes(file))
     if data is None:
         return None
     if not data:
         return None if os.path.basename(file) == "__init__.py" else "empty"
-    if kind == ".py":
-        return None if attempt(lambda: ast.parse(data), (SyntaxError, ValueError)) else "not Python: cut or garbled"
-    if kind == ".json":
-        return None if attempt(lambda: (json.loads(data),), ValueError) else "not JSON: cut or garbled"
-    return _broken_elf(data)
+    if kind in (".so", ".cubin"):
+        return _broken_elf(data)
+    name, reader = ("a pickle", _walk) if entry else ("Python", ast.parse) if kind == ".py" else ("JSON", json.loads)
+    return None if attempt(lambda: (reader(data),), (SyntaxError, ValueError)) else f"not {name}: cut or garbled"
+
+
+def _walk(data: bytes) -> None:
+    """Through a pickle, without loading it: loading runs what it names."""
+    for _ in pickletools.genops(data):
+        pass
 
 
 def _bytes(file: str) -> bytes:

@@ -18,6 +18,8 @@ from paceline.doctor.travel.common import attempt, kept_environment, kilobytes, 
 
 SAMPLES = 3
 _PAUSE = 0.25
+_INTERPRETER = re.compile(r"/(lib)?python(\d[^/]*)?$")
+_MOST_BELOW = 4
 _KEPT_LOCAL = "old_is_fx_tracing_flag"
 """The only local variable whose presence is kept (never a value): it marks a thread inside FX's tracer."""
 
@@ -28,6 +30,11 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
     status = status_of(pid)
     if not status:
         return {"absent": True, "pid": pid, "host": socket.gethostname()}
+    seen = _look(pid, status, float(argument["timeout"]))
+    return seen if status_of(pid) else {"absent": True, "ended": True, "pid": pid, "host": socket.gethostname()}
+
+
+def _look(pid: int, status: dict[str, str], timeout: float) -> dict[str, Any]:
     return {
         "pid": pid,
         "host": socket.gethostname(),
@@ -35,6 +42,9 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
         "state": status.get("State"),
         "command": masked_command(_zero_separated(f"/proc/{pid}/cmdline")),
         "executable": _link(f"/proc/{pid}/exe"),
+        "kernel": "VmSize" not in status and status.get("State", "Z")[0] not in "ZX",
+        "python": _is_python(pid),
+        "python_below": _python_below(pid),
         "cwd": _link(f"/proc/{pid}/cwd"),
         "uid": status.get("Uid", "").split()[:1],
         "environment": _environment(pid),
@@ -43,9 +53,52 @@ def main(argument: dict[str, Any]) -> dict[str, Any]:
         "files": _files(pid),
         "forked": _forked_children(pid),
         "torch": _torch_in_use(pid),
-        **_stacks(pid, float(argument["timeout"])),
+        **_stacks(pid, timeout),
         "rights": _rights(),
     }
+
+
+def _maps(pid: int) -> list[str] | None:
+    """The files that a process has mapped; None where this user may not see them."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            lines = [line.rstrip().replace(" (deleted)", "") for line in file]
+    except OSError:
+        return None
+    return sorted({line[line.index("/") :] for line in lines if "/" in line})
+
+
+def _is_python(pid: int) -> bool | None:
+    """Whether an interpreter is mapped: the program itself, or libpython in another one. None: it cannot be seen."""
+    maps = _maps(pid)
+    return None if maps is None else any(_INTERPRETER.search(path) for path in maps)
+
+
+def _python_below(pid: int) -> list[dict[str, Any]]:
+    """The nearest Python processes among a process's descendants: what its user may have meant."""
+    found: list[dict[str, Any]] = []
+    waiting, mine = _children(pid), _ancestors(os.getpid())
+    while waiting and len(found) < _MOST_BELOW:
+        child = waiting.pop(0)
+        if child not in mine and _is_python(child):
+            command = masked_command(_zero_separated(f"/proc/{child}/cmdline"))
+            found.append({"pid": child, "command": " ".join(command)[:80]})
+        else:
+            waiting += _children(child)
+    return found
+
+
+def _ancestors(pid: int) -> list[int]:
+    """A process, its parent, and so on: those that ask."""
+    found: list[int] = []
+    while pid and pid not in found:
+        found.append(pid)
+        pid = int(status_of(pid).get("PPid", "0"))
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in _task_ids(pid) for child in read(f"/proc/{pid}/task/{task}/children").split()]
 
 
 def _zero_separated(path: str) -> list[str]:
@@ -101,6 +154,8 @@ def _files(pid: int) -> dict[str, Any]:
     if names is None:
         return {"refused": True}
     targets = [target for name in names if (target := _link(f"/proc/{pid}/fd/{name}"))]
+    if names and not targets:
+        return {"refused": True}
     inodes = {target[8:-1] for target in targets if target.startswith("socket:[")}
     limit = re.search(r"Max open files\s+(\S+)", read(f"/proc/{pid}/limits"))
     return {
@@ -144,8 +199,7 @@ def _address(text: str) -> str:
 def _forked_children(pid: int) -> list[int]:
     """Children that never exec'ed: they run the parent's own command line, from the parent's own memory image."""
     own = read(f"/proc/{pid}/cmdline")
-    children = [child for task in _task_ids(pid) for child in read(f"/proc/{pid}/task/{task}/children").split()]
-    return [int(child) for child in children if own and read(f"/proc/{child}/cmdline") == own]
+    return [child for child in _children(pid) if own and read(f"/proc/{child}/cmdline") == own]
 
 
 def _task_ids(pid: int) -> list[str]:
@@ -154,7 +208,10 @@ def _task_ids(pid: int) -> list[str]:
 
 def _torch_in_use(pid: int) -> dict[str, Any]:
     """The torch whose library this process has mapped, and torch's version there; several are a fault."""
-    libraries = {line.split()[-1] for line in read(f"/proc/{pid}/maps").splitlines() if "libtorch_cpu.so" in line}
+    maps = _maps(pid)
+    if maps is None:
+        return {"refused": True, "folders": [], "versions": []}
+    libraries = [path for path in maps if path.endswith("/libtorch_cpu.so")]
     folders = sorted(os.path.dirname(os.path.dirname(library)) for library in libraries)
     versions = [re.search(r"__version__ = '([^']+)'", read(f"{folder}/version.py")) for folder in folders]
     return {"folders": folders, "versions": [found.group(1) for found in versions if found]}
@@ -231,7 +288,7 @@ def _rights() -> dict[str, Any]:
     capabilities = status_of(os.getpid()).get("CapEff", "0")
     scope = read("/proc/sys/kernel/yama/ptrace_scope").strip()
     return {
-        "uid": os.getuid(),
+        "uid": os.geteuid(),
         "may_trace": bool(int(capabilities, 16) >> 19 & 1),
         "ptrace_scope": int(scope) if scope.isdigit() else None,
         "container": os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv") or "container" in os.environ,
