@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from paceline.evaluation.report import EncodedPrompt, by_context, evaluate
 from paceline.evaluation.verify import check_features, failed, verify
 from paceline.export.command import ExportOptions, run_export
 from paceline.export.origin import origin_of
+from paceline.target.ends import load_ends
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,16 @@ def test_an_export_says_what_it_took_and_what_it_replaced(world, tmp_path: Path,
     second = capsys.readouterr()
     assert f"replaced {tmp_path / 'out'}" in second.out
     assert "taking" not in second.err
+
+
+def test_an_export_deletes_nothing_that_is_not_its_own(world, tmp_path: Path):
+    place, *_ = world
+    options = ExportOptions(str(place / "run"), str(tmp_path / "out"))
+    assert run_export(options) == 0
+    (tmp_path / "out" / "drafter.gguf").write_text("made from it")
+    with pytest.raises(UserError, match=r"out holds drafter\.gguf beside a drafter"):
+        run_export(options)
+    assert (tmp_path / "out" / "drafter.gguf").exists()
 
 
 def test_verify_fails_on_another_template(world, tmp_path: Path):
@@ -210,6 +222,39 @@ def test_a_damaged_record_stops_every_command(world, verb: str, tmp_path: Path):
     }
     with pytest.raises(UserError, match=r"paceline\.json cannot be read"):
         run[verb]()
+
+
+def test_another_template_is_said_by_every_command(world, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place, model, *_ = world
+    drafter, changed = str(place / "run" / "best"), save_target(model, tmp_path / "target")
+    other = tokenizer()
+    other.chat_template = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
+    other.save_pretrained(tmp_path / "target")
+    assert run_eval(EvalOptions(drafter, changed.model, str(prompts_file(tmp_path, 3)), tokens=8)) == 0
+    assert "warning: the chat template: trained with" in capsys.readouterr().err
+    # Written again for that target, it is still the drafter of the other template.
+    assert run_export(ExportOptions(drafter, str(tmp_path / "out"), target=changed.model)) == 0
+    assert [check.name for check in failed(verify(tmp_path / "out", changed))] == ["chat template"]
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize("damage", [_cut, lambda path: path.write_bytes(b""), lambda path: path.write_text("version")])
+def test_a_target_whose_weights_are_damaged_is_one_line(world, damage: Any, tmp_path: Path):
+    place, *_ = world
+    shutil.copytree(place / "target", tmp_path / "target")
+    damage(tmp_path / "target" / "model.safetensors")
+    drafter, changed = str(place / "run" / "best"), str(tmp_path / "target")
+    for run in (
+        lambda: run_verify(VerifyOptions(drafter, changed)),
+        lambda: run_eval(EvalOptions(drafter, changed, str(prompts_file(tmp_path, 3)), tokens=8)),
+        lambda: load_ends(TargetConfig(model=changed), "cpu", torch.float32),
+    ):
+        with pytest.raises(UserError, match="cannot read the weights of") as caught:
+            run()
+        assert "\n" not in caught.value.what
 
 
 def test_verify_catches_a_rope_that_readers_would_take(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -350,6 +350,9 @@ def test_unknown_missing_misshapen_and_broken_tensors_are_refused(folder: Path):
         "lacks norm.weight": {name: t for name, t in good.items() if name != "norm.weight"},
         r"fc.weight is \[16, 32\]": good | {"fc.weight": torch.zeros(16, 32)},
         "not finite": good | {"norm.weight": torch.full((16,), torch.nan)},
+        "norm.weight is in float8_e4m3fn": good | {"norm.weight": torch.ones(16).to(torch.float8_e4m3fn)},
+        "norm.weight is in int64": good | {"norm.weight": torch.ones(16, dtype=torch.long)},
+        "norm.weight is in complex64": good | {"norm.weight": torch.ones(16, dtype=torch.complex64)},
     }
     for message, tensors in bad.items():
         save_file(tensors, folder / "model.safetensors")
@@ -415,6 +418,23 @@ def test_a_failed_write_leaves_the_old_folder(folder: Path, monkeypatch: pytest.
         export.write(folder, state(), SHAPE, target(), dtype="bfloat16")
     assert export.compare(folder, state(), SHAPE) == 0.0
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_place_that_cannot_be_is_one_line(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "d", tmp_path / "file"):
+        with pytest.raises(UserError, match="file"):
+            export.write(place, state(), SHAPE, target())
+
+
+def test_what_a_link_leads_to_is_replaced(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        export.write(tmp_path / "link", state(), SHAPE, target(), dtype="float32")
+    assert (tmp_path / "link").is_symlink()
+    assert export.compare(tmp_path / "real", state(), SHAPE) == 0.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
 def test_folders_of_others_are_not_overwritten(tmp_path: Path):

@@ -117,3 +117,8 @@ def test_what_can_be_compared_is(noted: Origin, given: Origin, status: str):
     found, words = compare(noted, given)
     assert found == status
     assert words.startswith("not made: ") == (status == "skip")
+
+
+def test_a_fingerprint_of_all_files_does_not_blame_the_weights():
+    _, words = compare(Origin("a", ONE), Origin("b", TWO, TWO))
+    assert words.endswith("the weights differ, or what lies beside them")

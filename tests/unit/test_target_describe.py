@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -22,6 +23,7 @@ from paceline.target.describe import (
     mask_offer,
     read_shape,
 )
+from paceline.target.ends import load_ends
 
 SMALL = {
     "vocab_size": 60,
@@ -205,6 +207,14 @@ def test_a_broken_generation_configuration_is_one_line(text: str, tmp_path: Path
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(UserError):
         read_shape(config)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "[" * 100_000])
+def test_a_broken_index_of_weights_is_one_line(text: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"index of weights|index\.json does not say"):
+        load_ends(config, "cpu", torch.float32)
 
 
 # -- the mask token

@@ -16,7 +16,7 @@ from paceline import __version__
 from paceline.config import TargetConfig
 from paceline.errors import UserError
 from paceline.evaluation import endpoint
-from paceline.evaluation.checks import Check
+from paceline.evaluation.checks import Check, check_template
 from paceline.evaluation.decode import Engine
 from paceline.evaluation.prompts import EncodedPrompt, encode_all, read_prompts, spread
 from paceline.evaluation.report import check_limit, evaluate, lines
@@ -193,8 +193,12 @@ def prepare(options: EvalOptions, sampling: Sampling, report: Callable[[str], No
     folder.check_fits(shape, target, str(place))
     _warn_of_changes(facts, shape, tensors, report)
     found = read_prompts(options.prompts)
+    tokenizer = load_tokenizer(config)
+    template = check_template(facts, tokenizer)
+    if template.status == "fail":
+        report(f"warning: the chat template: {template.detail}")
     prompts, aside = encode_all(
-        load_tokenizer(config),
+        tokenizer,
         spread(found.prompts, options.count or len(found.prompts)),
         options.thinking,
         tokens=options.tokens,

@@ -155,7 +155,8 @@ def encode_all(
         aside[f"longer than {limits} (up to {max(long)})"] = len(long)
     if not kept:
         reasons = "; ".join(f"{count} {reason}" for reason, count in aside.items())
-        raise UserError(f"none of {len(prompts)} prompts can be decoded: {reasons}", "give others, or fewer --tokens")
+        remedy = "give others, or fewer --tokens" if long else "give others, or look at the target's chat template"
+        raise UserError(f"none of {len(prompts)} prompts can be decoded: {reasons}", remedy)
     return kept, dict(aside)
 
 

@@ -48,6 +48,7 @@ def run_export(options: ExportOptions) -> int:
 
 
 def _export(options: ExportOptions) -> int:
+    layout = _layout(options.layout)
     source = find_drafter(Path(options.drafter))
     say_choice(options.drafter, source)
     shape, tensors = folder.read(source)
@@ -61,17 +62,19 @@ def _export(options: ExportOptions) -> int:
     shape = dataclasses.replace(
         shape, target_layers=shape.target_layers or target.layers, eos_token_ids=shape.eos_token_ids or target.eos_ids
     )
+    folder.check_fits(shape, target, str(source))
+    replaces = _replaces(Path(options.out))
     card = _card(facts, origin_of(config))
-    replaces = (Path(options.out) / FACTS).exists()
     out = folder.write(
         Path(options.out),
         tensors,
         shape,
         target,
         dtype=options.dtype,
-        layout=_layout(options.layout),
+        layout=layout,
         tokenizer=load_tokenizer(config),
         card=card,
+        template=facts.template_hash,
     )
     if replaces:
         print(f"replaced {out}")
@@ -82,6 +85,18 @@ def _export(options: ExportOptions) -> int:
     if explanation := target_words(name).explanation:
         print(explanation)
     return 0
+
+
+def _replaces(out: Path) -> bool:
+    """Whether a drafter lies there already. Raises UserError where anything else would go with it."""
+    if not (out / FACTS).exists():
+        return False
+    if found := folder.strangers(out):
+        raise UserError(
+            f"{out} holds {', '.join(found[:3])} beside a drafter, and would be replaced as a whole",
+            "choose another folder, or move them away",
+        )
+    return True
 
 
 def _refuse_changed(source: Path, facts: Facts, shape: DrafterShape, tensors: Mapping[str, Tensor]) -> None:

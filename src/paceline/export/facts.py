@@ -41,9 +41,9 @@ def facts_json(
     tensors: Mapping[str, Tensor],
     target: TargetShape,
     card: CardFacts,
-    tokenizer: PreTrainedTokenizerBase | None,
+    template: str,
 ) -> dict[str, Any]:
-    """What is written for a drafter of these (exported) tensors."""
+    """What is written for a drafter of these (exported) tensors; `template` is the hash of its chat template."""
     return {
         "paceline": __version__,
         "target": {
@@ -56,7 +56,7 @@ def facts_json(
             "vocabulary": target.vocabulary,
         },
         "target_layers": shape.target_layers,
-        "template_hash": template_hash(tokenizer),
+        "template_hash": template,
         "card": dataclasses.asdict(card),
         "contents": dataclasses.asdict(contents_of(shape, tensors)),
     }

@@ -21,13 +21,17 @@ from paceline.permissions import apply_umask
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder aside and rename it into place, so that a kill at any instant leaves the old one or the new one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(folder)
+    """Fill a folder aside and rename it into place, so that a kill at any instant leaves the old one or the new one.
+
+    Where `folder` is a link, what it leads to is replaced. Raises UserError where it cannot be written.
+    """
+    folder = folder.resolve()
     aside = _aside(folder, "writing", os.getpid())
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
         fill(aside)
         apply_umask(aside)
         _sync(aside)

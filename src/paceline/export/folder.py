@@ -16,7 +16,7 @@ from paceline import __version__
 from paceline.errors import UserError
 from paceline.export import files, variants
 from paceline.export.card import CardFacts, render
-from paceline.export.facts import FACTS, facts_json
+from paceline.export.facts import FACTS, facts_json, template_hash
 from paceline.export.layout import DTYPES, check_kinds, check_tensors, config_json, shape_from_config
 from paceline.export.speculators_layout import (
     VERIFIER_COPIES,
@@ -39,8 +39,11 @@ def write(  # noqa: PLR0913  (what a folder is made of)
     layout: Layout = "dflash",
     tokenizer: PreTrainedTokenizerBase | None = None,
     card: CardFacts | None = None,
+    template: str = "",
 ) -> Path:
     """Write a drafter's folder: config.json, model.safetensors, README.md, paceline.json, tokenizer files.
+
+    template: the hash of the chat template that it was trained with; empty takes the tokenizer's.
 
     Written aside and renamed: a kill leaves the folder as it was. Raises UserError for tensors that do not fit the
     shape, for non-finite weights, for a drafter that does not fit the target, and for a folder that is something else.
@@ -52,7 +55,7 @@ def write(  # noqa: PLR0913  (what a folder is made of)
     tensors = _weights(state, dtype)
     facts = card or CardFacts(target=target.name)
     facts = dataclasses.replace(facts, version=facts.version or __version__)
-    noted = facts_json(shape, tensors, target, facts, tokenizer)
+    noted = facts_json(shape, tensors, target, facts, template or template_hash(tokenizer))
 
     def fill(place: Path) -> None:
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
@@ -66,8 +69,32 @@ def write(  # noqa: PLR0913  (what a folder is made of)
     return folder
 
 
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+
+
+def strangers(folder: Path) -> list[str]:
+    """What lies in a drafter's folder and is none of what `write` puts there: replacing the folder would delete it."""
+    ours = {"config.json", "model.safetensors", "README.md", FACTS, *_TOKENIZER}
+    return sorted(path.name for path in folder.iterdir() if path.name not in ours) if folder.is_dir() else []
+
+
 def _check_writable(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / FACTS).exists():
+    try:
+        occupied = folder.is_dir() and any(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"cannot look into {folder}: {error.strerror}", "choose another folder") from None
+    if occupied and not (folder / FACTS).exists():
         raise UserError(f"{folder} exists and is not a drafter that Paceline wrote", "choose another folder")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", "choose another folder")
@@ -123,6 +150,9 @@ def read(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
     variants.refuse(config, tensors, str(folder))
     check_tensors(tensors, shape, str(folder))
     for name, tensor in tensors.items():
+        if tensor.dtype not in (*DTYPES.values(), torch.float64):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{folder}: {name} is in {dtype}", f"take weights in one of {', '.join(DTYPES)}")
         if not torch.isfinite(tensor).all():
             raise UserError(f"{folder}: {name} has values that are not finite", "take another checkpoint")
     return shape, tensors

@@ -39,21 +39,36 @@ def origin_of(config: TargetConfig) -> Origin:
 _REMEDY = "check that the model is complete and may be read"
 
 
-def compare(noted: Origin, given: Origin) -> tuple[Literal["ok", "note", "skip"], str]:
+Verdict = tuple[Literal["ok", "note", "skip"], str]
+
+
+def compare(noted: Origin, given: Origin) -> Verdict:
     """Whether the target that is given is the one that was noted, in a word and in words."""
     if noted.weights and given.weights:
-        if noted.weights == given.weights:
-            return "ok", f"those that it was trained with, fingerprint {given.weights}"
-        return "note", _differ(f"{noted.name} (fingerprint {noted.weights})", f"{given.name} has {given.weights}")
+        return _compare_weights(noted, given)
     if not (noted.weights or noted.revision):
         return "skip", "not made: the drafter's folder does not record which weights it was trained with"
     if _kind(noted.revision) is None or _kind(noted.revision) != _kind(given.revision):
         told = noted.revision or noted.weights
         return "skip", f"not made: {told!r} is recorded of {noted.name}, and that cannot be told of {given.name}"
-    if noted.revision == given.revision:
-        return "ok", f"of the model that it was trained with, {_kind(given.revision)} {given.revision}"
+    return _compare_revisions(noted, given)
+
+
+def _compare_weights(noted: Origin, given: Origin) -> Verdict:
+    if noted.weights == given.weights:
+        return "ok", f"those that it was trained with, fingerprint {given.weights}"
+    return "note", _differ(f"{noted.name} (fingerprint {noted.weights})", f"{given.name} has {given.weights}")
+
+
+def _compare_revisions(noted: Origin, given: Origin) -> Verdict:
+    """A commit tells of the weights; a fingerprint of all files (before weights had their own) only where equal."""
     kind = _kind(noted.revision)
-    return "note", _differ(f"{noted.name} ({kind} {noted.revision})", f"{given.name} has {given.revision}")
+    if noted.revision == given.revision:
+        return "ok", f"of the model that it was trained with, {kind} {given.revision}"
+    if kind == "commit":
+        return "note", _differ(f"{noted.name} (commit {noted.revision})", f"{given.name} has {given.revision}")
+    told = f"trained with the files of {noted.name} (fingerprint {noted.revision})"
+    return "note", f"{told}, those of {given.name} have {given.revision}: the weights differ, or what lies beside them"
 
 
 def _differ(trained: str, given: str) -> str:

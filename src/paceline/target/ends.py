@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -98,14 +98,14 @@ class Files:
         try:
             with safe_open(self._path(self.files[name]), framework="pt") as file:
                 return file.get_tensor(name).to(device=device, dtype=dtype)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise load_failure(self.source, f"tensor {name}", error) from error
 
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name."""
         index = self._optional("model.safetensors.index.json")
         if index is not None:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            return self._read_index(index)
         single = self._optional("model.safetensors")
         if single is None:
             raise UserError(
@@ -115,8 +115,21 @@ class Files:
         try:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single.name)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise load_failure(self.source, "weights", error) from error
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise load_failure(self.source, "index of weights", error) from error
+        found = said.get("weight_map") if isinstance(said, dict) else None
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+            raise UserError(
+                f"target {self.source.name}: {path.name} does not say which file holds which weight",
+                "download the model again",
+            )
+        return found
 
     def _optional(self, name: str) -> Path | None:
         folder = self.source.folder

@@ -183,7 +183,7 @@ def _load_dequantised(source: ModelSource, dtype: torch.dtype) -> Any:
             return AutoModelForCausalLM.from_pretrained(**arguments)
     except ImportError as error:
         raise UserError(f"reading {source.name} needs a package: {error}", "pip install gguf accelerate") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:
         raise load_failure(source, "weights", error) from error
 
 
