@@ -30,7 +30,7 @@ GEOMETRY = "qwen3-8b"
 BLOCK = 16
 _TEXT, _QUIET = "#24292f", "#8c959f"
 _COLOURS = {"bf16": "#0969da", "float8": "#cf222e"}
-_MORE_COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df")
+_MORE_COLOURS = ("#8c959f", "#bf8700", "#1a7f37", "#0969da", "#cf222e", "#8250df")
 
 
 @dataclass(frozen=True)
@@ -208,15 +208,9 @@ def tau(records: dict[str, dict[str, Any]]) -> Figure | None:
     for place, (label, found) in enumerate(runs):
         colour = _MORE_COLOURS[place % len(_MORE_COLOURS)]
         steps = [one["step"] for one in found]
-        axes.plot(steps, [one["tau"] for one in found], color=colour, marker="o", markersize=4, label=label)
         best = max(found, key=lambda one: one["tau"])
-        axes.annotate(
-            f"{best['tau']:.2f} at step {best['step']:,}",
-            (best["step"], best["tau"]),
-            xytext=(6, 4),
-            textcoords="offset points",
-            color=colour,
-        )
+        label = f"{best['tau']:.2f} at step {best['step']:,}: {label}"
+        axes.plot(steps, [one["tau"] for one in found], color=colour, marker="o", markersize=3, label=label)
     axes.set_xlabel("optimiser steps")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     figure = _finished(figure, axes, "τ, tokens committed a decoding step")
@@ -228,10 +222,17 @@ def _demo_runs(records: dict[str, dict[str, Any]]) -> Iterator[tuple[str, list[d
     """(label, evaluations) of every run of the demo on a GPU."""
     for name, record in records.items():
         if record.get("kind") == "train-demo":
-            layers = record["config"]["drafter"]["layers"]
-            yield f"{layers} layers ({name})", record["evaluations"]
+            yield f"{_settings(record['config'])} ({name})", record["evaluations"]
         for run in record.get("runs", {}).values() if record.get("kind") == "train-demo, cut short" else ():
-            yield f"{run['layers']} layers, γ = {run['gamma']}, more data ({name})", run["evaluations"]
+            yield f"{run['layers']} layers, γ = {run['gamma']} ({name})", run["evaluations"]
+
+
+def _settings(config: dict[str, Any]) -> str:
+    gamma, matmul = config["training"]["gamma"], config["training"]["matmul"]
+    parts = [f"{config['drafter']['layers']} layers"]
+    parts += [f"γ = {gamma}"] if gamma else []
+    parts += [matmul] if matmul != "same" else []
+    return ", ".join(parts)
 
 
 def topologies(name: str, record: dict[str, Any]) -> Figure | None:
