@@ -88,6 +88,35 @@ def test_an_export_says_what_it_took_and_what_it_replaced(world, tmp_path: Path,
     assert "taking" not in second.err
 
 
+def test_a_noted_target_that_is_not_here_is_told_from_one_that_was_named(world, tmp_path: Path):
+    place, *_ = world
+    shutil.copytree(place / "run" / "best", tmp_path / "d")
+    path = tmp_path / "d" / "paceline.json"
+    path.write_text(path.read_text().replace(str(place / "target"), "/was/elsewhere"))
+    for run in (
+        lambda: run_eval(EvalOptions(str(tmp_path / "d"), prompts="x")),
+        lambda: run_export(ExportOptions(str(tmp_path / "d"), str(tmp_path / "out"))),
+    ):
+        with pytest.raises(UserError, match="d was made for the target '/was/elsewhere', which is not here"):
+            run()
+
+
+def test_names_that_cannot_be_are_one_line(world, tmp_path: Path):
+    place, *_ = world
+    name = "x" * 300
+    drafter = str(place / "run" / "best")
+    prompts = str(prompts_file(tmp_path, 3))
+    for run in (
+        lambda: run_verify(VerifyOptions(name)),
+        lambda: run_verify(VerifyOptions(drafter, f"./{name}")),
+        lambda: run_export(ExportOptions(drafter, str(tmp_path / name))),
+        lambda: run_eval(EvalOptions(drafter, prompts=prompts, out=str(tmp_path / name))),
+        lambda: run_eval(EvalOptions(drafter, prompts=str(tmp_path / name))),
+    ):
+        with pytest.raises(UserError):
+            run()
+
+
 def test_an_export_deletes_nothing_that_is_not_its_own(world, tmp_path: Path):
     place, *_ = world
     options = ExportOptions(str(place / "run"), str(tmp_path / "out"))

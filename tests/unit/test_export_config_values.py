@@ -164,6 +164,7 @@ def test_a_config_that_is_no_object_is_one_line(text: str, tmp_path: Path):
 )
 def test_an_index_that_is_none_is_one_line(index: Any, tmp_path: Path):
     folder = export.write(tmp_path / "d", state(), SHAPE, target(), dtype="float32")
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(index if isinstance(index, str) else json.dumps(index))
     with pytest.raises(UserError, match=r"index\.json"):
         export.read(folder)

@@ -386,9 +386,11 @@ def test_sharded_weights_are_read(folder: Path):
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for name, part in parts.items():
         save_file({key: tensors[key] for key in part}, folder / name)
-    (folder / "model.safetensors").unlink()
     index = {"weight_map": {key: name for name, part in parts.items() for key in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"both model\.safetensors and model\.safetensors\.index\.json"):
+        export.read(folder)
+    (folder / "model.safetensors").unlink()
     assert export.read(folder)[1].keys() == tensors.keys()
 
 

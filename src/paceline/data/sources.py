@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,9 +65,9 @@ def _resolve_entry(entry: str, number: int) -> list[File]:
     if entry.startswith("hub:"):
         return [_load_hub(entry, number)]
     path = Path(entry).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # false also for a name that cannot be one
         return [File(path, number)]
-    if path.is_dir():
+    if os.path.isdir(path):
         found = sorted(item for item in path.rglob("*") if _holds_rows(item, path))
         hint = f"it holds no file ending in {', '.join(_SUFFIXES)}"
     else:

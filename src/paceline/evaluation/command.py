@@ -23,7 +23,7 @@ from paceline.evaluation.report import check_limit, evaluate, lines
 from paceline.evaluation.sampling import Sampling
 from paceline.evaluation.verify import failed, load_drafter, summary, verify
 from paceline.export import files, folder
-from paceline.export.command import find_drafter, say_choice
+from paceline.export.command import find_drafter, noted_target, say_choice
 from paceline.export.contents import changes, contents_of
 from paceline.export.facts import Facts, read_facts
 from paceline.export.flags import named_by_flags
@@ -88,7 +88,7 @@ def run_verify(options: VerifyOptions) -> int:
         _check_dtype(options.dtype)
         place = find_drafter(Path(options.drafter))
         say_choice(options.drafter, place)
-        target = target_config(options.target, options.dtype, options.drafter) if options.target else None
+        target = target_config(options.target, options.dtype) if options.target else None
         checks = verify(place, target, device=device)
     for check in checks:
         print(line_of(check))
@@ -188,7 +188,7 @@ def prepare(options: EvalOptions, sampling: Sampling, report: Callable[[str], No
     graphs = _graphs(options.graphs, device, sampling)
     shape, tensors = folder.read(place)
     facts = read_facts(place) or Facts()
-    config = target_config(options.target or facts.target.name, options.dtype, options.drafter)
+    config = target_config(options.target or noted_target(place, facts), options.dtype)
     target = read_shape(config)
     folder.check_fits(shape, target, str(place))
     _warn_of_changes(facts, shape, tensors, report)
@@ -242,10 +242,8 @@ def _warn_of_changes(
         report(f"warning: the drafter was changed since it was exported: {'; '.join(found)}")
 
 
-def target_config(target: str, dtype: str, drafter: str) -> TargetConfig:
+def target_config(target: str, dtype: str) -> TargetConfig:
     _check_dtype(dtype)
-    if not target:
-        raise UserError(f"{drafter} does not say which target it was made for", "name it with --target")
     return TargetConfig(model=target, dtype=dtype)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from paceline.export.flags import named_by_flags
 from paceline.export.origin import Origin, compare, origin_of
 from paceline.shapes import DrafterShape
 from paceline.target.describe import load_tokenizer, read_shape
+from paceline.target.source import resolve
 
 _OF_A_RUN = ("best", "last", "export", "drafter")
 """Where a run's folder is searched for a drafter, in this order."""
@@ -54,10 +56,8 @@ def _export(options: ExportOptions) -> int:
     shape, tensors = folder.read(source)
     facts = read_facts(source) or Facts()
     _refuse_changed(source, facts, shape, tensors)
-    name = options.target or facts.target.name
-    if not name:
-        raise UserError(f"{source} does not say which target it was made for", "name it with --target")
-    config = TargetConfig(model=name, revision=options.revision)
+    config = TargetConfig(model=options.target or noted_target(source, facts), revision=options.revision)
+    name = config.model
     target = read_shape(config)
     shape = dataclasses.replace(
         shape, target_layers=shape.target_layers or target.layers, eos_token_ids=shape.eos_token_ids or target.eos_ids
@@ -87,9 +87,23 @@ def _export(options: ExportOptions) -> int:
     return 0
 
 
+def noted_target(drafter: Path, facts: Facts) -> str:
+    """The target that a drafter's folder names. Raises UserError where it names none, or one that is not here."""
+    name = facts.target.name
+    if not name:
+        raise UserError(f"{drafter} does not say which target it was made for", "name it with --target")
+    try:
+        resolve(TargetConfig(model=name))
+    except UserError:
+        raise UserError(
+            f"{drafter} was made for the target {name!r}, which is not here", "say with --target where it is"
+        ) from None
+    return name
+
+
 def _replaces(out: Path) -> bool:
     """Whether a drafter lies there already. Raises UserError where anything else would go with it."""
-    if not (out / FACTS).exists():
+    if not os.path.isfile(out / FACTS):
         return False
     if found := folder.strangers(out):
         raise UserError(
@@ -136,7 +150,7 @@ def _layout(name: str) -> folder.Layout:
 def find_drafter(place: Path) -> Path:
     """The folder itself if it holds a drafter, or the first of a run's folders that does. Raises UserError."""
     for candidate in (place, *(place / name for name in _OF_A_RUN)):
-        if (candidate / "config.json").is_file():
+        if os.path.isfile(candidate / "config.json"):  # false also for a name that cannot be one
             return candidate
     raise UserError(f"{place} holds no exported drafter", "give a folder with config.json and model.safetensors")
 

@@ -129,6 +129,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists() and single.exists():
+        raise UserError(
+            f"{folder} has both {single.name} and {index.name}", "readers differ in which they take; remove one of them"
+        )
     if index.exists():
         return [folder / name for name in _indexed(index)]
     if single.exists():

@@ -46,9 +46,9 @@ def resolve(config: TargetConfig) -> ModelSource:
     if not name:
         raise UserError("target.model is empty", "give a model folder, a GGUF file or a hub id such as Qwen/Qwen3-8B")
     path = Path(name).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # false also for a name that cannot be one
         return _file(name, path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder(name, path)
     if not _HUB_ID.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
         raise UserError(f"target.model = {name!r}: no such file or folder", "correct the path, or give a hub id")
