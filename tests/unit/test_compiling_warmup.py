@@ -1,6 +1,7 @@
 """The warm-up's own logic: states restored bit for bit, roles, the lock, barriers that name who is missing."""
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -191,3 +192,53 @@ def test_a_lock_that_is_not_let_go_names_its_holder(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, HERE)
     with cache.lock("rank 0 of another launch"), pytest.raises(UserError, match="held by rank 0 of another launch"):
         warm_up([], cache, Role(True, "rank 0", wait_seconds=0.0), nothing, nothing)
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+
+
+def test_a_warm_up_that_finds_the_disk_full_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers die of it in many ways: by an error of their own that names it, or by one that does not."""
+
+    def run() -> None:
+        raise RuntimeError("CppCompileError: cannot write: No space left on device")
+
+    def other() -> None:
+        raise RuntimeError("ld terminated with signal 7")
+
+    with pytest.raises(UserError, match=r"cannot write the compile cache .*: No space left on device"):
+        warm_up([WarmPart("step", run)], CompileCache(tmp_path, HERE), Role(True), nothing, nothing)
+    with pytest.raises(RuntimeError, match="ld terminated"):
+        warm_up([WarmPart("step", other)], CompileCache(tmp_path, HERE), Role(True), nothing, nothing)
+    full_disk(monkeypatch)
+    with pytest.raises(UserError, match="make room there"):
+        warm_up([WarmPart("step", other)], CompileCache(tmp_path, HERE), Role(True), nothing, nothing)
+
+
+def test_a_warm_start_writes_no_record_anew_and_so_needs_no_room(tmp_path: Path) -> None:
+    parts = [WarmPart("step", lambda: None)]
+    warm_up(parts, CompileCache(tmp_path, HERE), Role(True), nothing, nothing)
+    record = CompileCache(tmp_path, HERE).folder / "manifest.json"
+    (record.parent / "manifest.json.half").mkdir()  # nothing can be written there
+    before = record.read_bytes()
+    assert warm_up(parts, CompileCache(tmp_path, HERE), Role(True), nothing, nothing).warnings == ()
+    assert record.read_bytes() == before
+    more = [*parts, WarmPart("evaluation", lambda: None)]
+    (said,) = warm_up(more, CompileCache(tmp_path, HERE), Role(True), nothing, nothing).warnings
+    assert "the warm-up cannot be recorded" in said
+
+
+def test_what_was_compiled_on_a_full_disk_is_not_trusted_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CompileCache(tmp_path, HERE)
+    cache.activate()
+    cache.repair()
+    full_disk(monkeypatch)
+    assert "may not have been kept" in (cache.finish(["step"], 1.0) or "")
+    assert cache.finish(["step"]) is None

@@ -171,7 +171,7 @@ class CompileCache:
 
         Args:
             parts: what the warm-up ran.
-            seconds: what it took; None, where nothing was compiled, keeps what was recorded.
+            seconds: what it took; None, where it compiled nothing, keeps what was recorded.
 
         Returns:
             One line on what was removed, or on why nothing could be recorded; None where all is well.
@@ -186,19 +186,17 @@ class CompileCache:
         except OSError as error:
             return f"compile cache {self.folder}: the warm-up cannot be recorded: {error.strerror}"
         if not damages:
-            return None
-        words = f"removed {_count(len(damages), 'entry', 'entries')} ({_first(damages)})"
+            return self.no_room() if seconds is not None else None
+        words = f"removed {_count(len(damages), 'entry', 'entries')} ({_first(damages, most=1)})"
         why = "something else cut, changed or deleted them while the warm-up ran"
         return f"compile cache {self.folder}: {words}: {why}; what is missing is compiled anew at the next start"
 
     def full(self, error: Exception) -> UserError | None:
         """What to raise where `error`, of a warm-up, came from a disk with no room for compiled code; else None."""
-        left = shutil.disk_usage(self.folder if self.folder.exists() else self.root).free
-        if left > _NO_ROOM and os.strerror(errno.ENOSPC) not in str(error):
+        if self._room() > _NO_ROOM and os.strerror(errno.ENOSPC) not in str(error):
             return None
-        return unwritable(
-            self.folder, OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({left / 2**20:.1f} MiB free)")
-        )
+        words = f"{os.strerror(errno.ENOSPC)} ({self._room() / 2**20:.1f} MiB free)"
+        return unwritable(self.folder, OSError(errno.ENOSPC, words))
 
     def holds(self, parts: Collection[str]) -> bool:
         """Whether a finished warm-up ran all of these parts."""
@@ -230,6 +228,16 @@ class CompileCache:
             folder.mkdir(parents=True)
         removed = f"removed its {_count(len(files), 'file')}, for {_first(damages)}; compiling anew"
         return Repair("unfinished", damages, f"{start}; {removed}")
+
+    def _room(self) -> int:
+        return shutil.disk_usage(self.folder if self.folder.exists() else self.root).free
+
+    def no_room(self) -> str | None:
+        """Torch goes on where it cannot keep what it compiled, with a warning of its own."""
+        if self._room() > _NO_ROOM:
+            return None
+        left = f"{self._room() / 2**20:.1f} MiB free"
+        return f"compile cache {self.folder}: its disk is full ({left}): what was compiled may not have been kept"
 
     def _remember(self, manifest: damage.Manifest) -> None:
         """Take down what lies there; what `check` has compared with `manifest` is not read again."""
@@ -263,6 +271,8 @@ class CompileCache:
             _remove(path)
 
     def _record(self, parts: Collection[str], seconds: float | None, files: damage.Manifest) -> None:
+        if seconds is None and read_manifest(self.folder) == files and set(parts) == self._record_parts():
+            return
         kept = _recorded_seconds(self.folder) or 0.0
         record = {
             "parts": sorted(parts),
@@ -271,8 +281,11 @@ class CompileCache:
             "files": files,
         }
         half = self.folder / f"{MANIFEST}.half"
-        half.write_text(json.dumps(record))
-        half.replace(self.folder / MANIFEST)
+        try:
+            half.write_text(json.dumps(record))
+            half.replace(self.folder / MANIFEST)
+        finally:
+            half.unlink(missing_ok=True)
 
     def _files(self) -> Iterator[Path]:
         return damage.cache_files(self.compiled)

@@ -252,6 +252,8 @@ def _why_missed(cache: CompileCache, bypassed: int) -> str:
         return f"TORCHINDUCTOR_CACHE_DIR was changed to {os.environ.get('TORCHINDUCTOR_CACHE_DIR')!r} after the start"
     if bypassed:
         return f"{bypassed} of them cannot be cached (TORCH_LOGS=+torch._inductor.codecache says why)"
+    if full := cache.no_room():
+        return full
     if torch.cuda.is_initialized() and torch.cuda.device_count() > 1:
         return (
             f"this process sees {torch.cuda.device_count()} GPUs, and the device's index is part of the keys; "
