@@ -141,7 +141,7 @@ class TrainingConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the drafter's products; `auto` is bfloat16 on a GPU, float32 on a CPU. Master weights are float32 always."""
     matmul: Literal["same", "float8"] = "same"
-    """`float8` runs the products of layers and head in float8 (Hopper and later): a fifth off a large drafter's step."""
+    """`float8` runs the products of layers and head in float8 (Hopper and later): a fifth less time a step."""
     vocabulary: Literal["full", "data"] = "full"
     """`data` takes the loss over the tokens that occur in the training data only: cheaper where the head dominates."""
     head_chunk: int = 0
