@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.compiling import places
+from paceline.compiling import lock, places
 from paceline.compiling.cache import CompileCache, last_warmup_seconds, list_caches, pack, prune, unpack
 from paceline.compiling.damage import by_form
 from paceline.compiling.fingerprint import Fingerprint
@@ -361,6 +361,23 @@ def test_waiting_too_long_names_the_holder_and_kill_9_frees_the_lock(tmp_path: P
         assert (killed.who, killed.pid) == ("rank 5", other.pid)
     with locked(file, "rank 0", 0.0) as killed:
         assert killed is None
+
+
+def test_a_lock_file_that_was_removed_between_is_locked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruning removes it: whoever had opened it then holds a lock that keeps nobody out."""
+    file, attempts = tmp_path / "lock", []
+    really = lock._try
+
+    def after_a_prune(handle: int) -> bool:
+        if not attempts:
+            file.unlink()
+        attempts.append(handle)
+        return really(handle)
+
+    monkeypatch.setattr(lock, "_try", after_a_prune)
+    with locked(file, "rank 0", 10.0):
+        assert file.exists()
+        assert is_held(file)
 
 
 def test_an_error_inside_frees_the_lock_and_is_no_kill(tmp_path: Path) -> None:

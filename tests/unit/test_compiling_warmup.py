@@ -242,3 +242,35 @@ def test_what_was_compiled_on_a_full_disk_is_not_trusted_silently(
     full_disk(monkeypatch)
     assert "may not have been kept" in (cache.finish(["step"], 1.0) or "")
     assert cache.finish(["step"]) is None
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["deleted", "cut"])
+def test_a_cache_that_is_spoilt_under_a_warm_up_is_blamed_for_its_failure(tmp_path: Path, whole: bool) -> None:
+    parts = [WarmPart("step", lambda: None)]
+    cache = CompileCache(tmp_path, HERE)
+    cache.activate()
+    module = cache.compiled[0] / "ab" / "cab.py"
+    module.parent.mkdir()
+    module.write_text("x = 1\n")
+    warm_up(parts, cache, Role(True), nothing, nothing)
+
+    def run() -> None:
+        if whole:
+            shutil.rmtree(tmp_path)
+        else:
+            module.write_text("x =")
+        raise RuntimeError("Failed to import cab")
+
+    with pytest.raises(UserError, match=r"was deleted|was changed \(inductor/ab/cab.py: cut or changed"):
+        warm_up([WarmPart("step", run)], CompileCache(tmp_path, HERE), Role(True), nothing, nothing)
+
+
+def test_a_failure_that_is_not_the_caches_is_left_as_it_is(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, HERE)
+
+    def run() -> None:
+        (cache.compiled[0] / "half.so").write_bytes(b"")  # what a compiler that failed leaves
+        raise RuntimeError("g++: internal compiler error")
+
+    with pytest.raises(RuntimeError, match="internal compiler error"):
+        warm_up([WarmPart("step", run)], cache, Role(True), nothing, nothing)

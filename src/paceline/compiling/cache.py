@@ -191,12 +191,20 @@ class CompileCache:
         why = "something else cut, changed or deleted them while the warm-up ran"
         return f"compile cache {self.folder}: {words}: {why}; what is missing is compiled anew at the next start"
 
-    def full(self, error: Exception) -> UserError | None:
-        """What to raise where `error`, of a warm-up, came from a disk with no room for compiled code; else None."""
-        if self._room() > _NO_ROOM and os.strerror(errno.ENOSPC) not in str(error):
+    def blame(self, error: Exception) -> UserError | None:
+        """What to raise where `error`, of a warm-up, came from what happened to this cache meanwhile; else None."""
+        if self._room() <= _NO_ROOM or os.strerror(errno.ENOSPC) in str(error):
+            words = f"{os.strerror(errno.ENOSPC)} ({self._room() / 2**20:.1f} MiB free)"
+            return unwritable(self.folder, OSError(errno.ENOSPC, words))
+        lost = self._changed_meanwhile(damage.write_manifest(self.folder, self._files()))
+        gone = not (self.folder / _STAMP).exists()
+        if not (gone or lost):
             return None
-        words = f"{os.strerror(errno.ENOSPC)} ({self._room() / 2**20:.1f} MiB free)"
-        return unwritable(self.folder, OSError(errno.ENOSPC, words))
+        how = "deleted" if gone else f"changed ({_first(lost, most=1)})"
+        return UserError(
+            f"the compile cache {self.folder} was {how} by something else during the warm-up, and torch failed on it",
+            "find what else writes there, and start again: the next start repairs it",
+        )
 
     def holds(self, parts: Collection[str]) -> bool:
         """Whether a finished warm-up ran all of these parts."""
@@ -230,7 +238,8 @@ class CompileCache:
         return Repair("unfinished", damages, f"{start}; {removed}")
 
     def _room(self) -> int:
-        return shutil.disk_usage(self.folder if self.folder.exists() else self.root).free
+        place = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
+        return shutil.disk_usage(place).free
 
     def no_room(self) -> str | None:
         """Torch goes on where it cannot keep what it compiled, with a warning of its own."""
@@ -251,19 +260,25 @@ class CompileCache:
 
     def _damaged_meanwhile(self, now: damage.Manifest) -> list[Damage]:
         """What `repair` found whole and is so no more, and what came since and cannot be whole."""
-        found, written = [], set(now) - set(self._before)
-        for name, was in self._before.items():
-            reason = damage.changed(was.fact, now.get(name))
-            if reason and name in now and (damage.is_rewritten(name) or self._is_another(name, was)):
-                written.add(name)
-            elif reason:
-                found.append(Damage(name, reason))
-        return found + damage.by_form(self.folder, [self.folder / name for name in sorted(written)])
+        written = {name for name, fact in now.items() if name not in self._before or self._is_rewritten(name, fact)}
+        return self._changed_meanwhile(now) + damage.by_form(
+            self.folder, [self.folder / name for name in sorted(written)]
+        )
 
-    def _is_another(self, name: str, was: _Was) -> bool:
-        """Whether a file was put in the place of the one that was there, as compilers do it."""
+    def _changed_meanwhile(self, now: damage.Manifest) -> list[Damage]:
+        return [
+            Damage(name, reason)
+            for name, was in self._before.items()
+            if (reason := damage.changed(was.fact, now.get(name))) and not self._is_rewritten(name, now.get(name))
+        ]
+
+    def _is_rewritten(self, name: str, now: tuple[int, str] | None) -> bool:
+        """Whether a file is another one, put in the place of the one that was there as compilers do it."""
+        was = self._before[name]
+        if now is None or now == was.fact:
+            return False
         with contextlib.suppress(FileNotFoundError):
-            return (self.folder / name).stat().st_ino != was.inode
+            return damage.is_rewritten(name) or (self.folder / name).stat().st_ino != was.inode
         return False
 
     def _remove_units(self, damages: Iterable[Damage]) -> None:

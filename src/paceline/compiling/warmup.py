@@ -179,7 +179,7 @@ def _follow(parts: Sequence[WarmPart], cache: CompileCache, role: Role, clock: _
         clock.waited_since("lock of the compile cache", began)
         if not cache.holds([part.label for part in parts]):
             return _compile(parts, cache, killed, clock)
-    return _Outcome(_run_all(parts, clock), compiler=False)
+    return _Outcome(_run_all(parts, cache, clock), compiler=False)
 
 
 def _compile(parts: Sequence[WarmPart], cache: CompileCache, killed: Holder | None, clock: _Clock) -> _Outcome:
@@ -187,19 +187,21 @@ def _compile(parts: Sequence[WarmPart], cache: CompileCache, killed: Holder | No
     began = time.monotonic()
     repair = cache.repair(killed)
     clock.report(PhaseReport("check of the compile cache", time.monotonic() - began, repair.message))
-    try:
-        reports = _run_all(parts, clock)
-    except Exception as error:
-        if full := cache.full(error):
-            raise full from error
-        raise
+    reports = _run_all(parts, cache, clock)
     compiled = any(part.counters.compiled for part in reports)
     lost = cache.finish([part.label for part in parts], sum(part.seconds for part in reports) if compiled else None)
     return _Outcome(reports, compiler=True, repair=repair.message, lost=lost)
 
 
-def _run_all(parts: Sequence[WarmPart], clock: _Clock) -> tuple[PartReport, ...]:
-    return tuple(_run(part, clock) for part in parts)
+def _run_all(parts: Sequence[WarmPart], cache: CompileCache, clock: _Clock) -> tuple[PartReport, ...]:
+    try:
+        return tuple(_run(part, clock) for part in parts)
+    except UserError:
+        raise
+    except Exception as error:
+        if blamed := cache.blame(error):
+            raise blamed from error
+        raise
 
 
 def _run(part: WarmPart, clock: _Clock) -> PartReport:
