@@ -424,7 +424,8 @@ def _finished(workers: Sequence[Seen], left: Left) -> Finding:
     step = left.step or 0
     reached = max((worker.step or 0 for worker in workers), default=0)
     if step < (left.total or 1) or reached < step:
-        return ok("run", "all workers have ended well", f"the last step in metrics.jsonl is {step}")
+        last = f"the last step in metrics.jsonl is {step}" if step else "no step is recorded, as after a warm-up alone"
+        return ok("run", "all workers have ended well", last)
     measured = ""
     if left.evaluations:
         best, tau = max(left.evaluations, key=lambda one: (one[1], -one[0]))
