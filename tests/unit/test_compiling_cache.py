@@ -318,6 +318,14 @@ def test_names_that_follow_another_rule_condemn_nothing(tmp_path: Path) -> None:
     assert by_form(tmp_path, files) == []
 
 
+def test_a_rule_holds_for_the_folder_whose_names_follow_it(tmp_path: Path) -> None:
+    """Earlier versions of torch name the entries of aotautograd/ `entry`, and those of fxgraph/ by their hash."""
+    graph = write_entry(tmp_path / "inductor" / "fxgraph" / "fkey", {"graph": 1})
+    other = write(graph.with_name("x" * len(graph.name)), pickle.dumps({"graph": 2}))
+    backward = write(tmp_path / "inductor" / "aotautograd" / "akey" / "entry", pickle.dumps({"backward": 1}))
+    assert [found.path for found in by_form(tmp_path, [graph, other, backward])] == [str(other.relative_to(tmp_path))]
+
+
 @given(st.integers(min_value=0, max_value=10_000))
 def test_a_shared_object_cut_anywhere_is_noticed(tmp_path_factory: pytest.TempPathFactory, lost: int) -> None:
     folder = tmp_path_factory.mktemp("elf")

@@ -77,13 +77,14 @@ def by_form(root: Path, files: Iterable[Path]) -> list[Damage]:
     """Files that cannot be whole, judged by what each kind of file must look like.
 
     Torch names the entries of ``fxgraph/`` and ``aotautograd/`` by a hash of their contents. One is condemned for its
-    name alone only where another's name is right, so a torch with other names costs this check and not the cache.
+    name alone only where another's of its folder is right (some versions of torch name the latter's otherwise), so a
+    torch with other names costs this check and not the cache.
     """
     judged = [_judge(str(file.relative_to(root)), file) for file in files]
-    scheme_holds = any(one.named_right for one in judged)
+    hashed = {one.kind for one in judged if one.named_right}
     found = []
     for one in judged:
-        renamed = "contents changed" if scheme_holds and one.named_right is False else None
+        renamed = "contents changed" if one.kind in hashed and one.named_right is False else None
         if reason := one.fault or renamed:
             found.append(Damage(one.path, reason))
     return found
@@ -102,6 +103,11 @@ class _Judged:
     path: str
     fault: str | None = None
     named_right: bool | None = None
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The folder of its kind of entry: ``inductor/fxgraph``, say."""
+        return Path(self.path).parts[:2]
 
 
 def _judge(path: str, file: Path) -> _Judged:
