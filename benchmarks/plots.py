@@ -209,8 +209,8 @@ def tau(records: dict[str, dict[str, Any]]) -> Figure | None:
         colour = _MORE_COLOURS[place % len(_MORE_COLOURS)]
         steps = [one["step"] for one in found]
         best = max(found, key=lambda one: one["tau"])
-        label = f"{best['tau']:.2f} at step {best['step']:,}: {label}"
-        axes.plot(steps, [one["tau"] for one in found], color=colour, marker="o", markersize=3, label=label)
+        told = f"{best['tau']:.2f} at step {best['step']:,}: {label}"
+        axes.plot(steps, [one["tau"] for one in found], color=colour, marker="o", markersize=3, label=told)
     axes.set_xlabel("optimiser steps")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     figure = _finished(figure, axes, "τ, tokens committed a decoding step")
