@@ -52,13 +52,20 @@ class Encoding:
 
     def decode(self, kept: dict[str, Tensor], out_nF: Tensor) -> None:
         """Write [n, F] features from what `encode` gave."""
-        values = kept["values"].to(out_nF.device, non_blocking=True)
+        values = _moved(kept["values"], out_nF.device)
         if self.kept != "float8":
             out_nF.copy_(values)
             return
-        scales_nK = kept["scales"].to(out_nF.device, non_blocking=True)
+        scales_nK = _moved(kept["scales"], out_nF.device)
         values_nKH = values.to(torch.float32).view(-1, self.layers, self.hidden_size)
         out_nF.copy_((values_nKH * scales_nK.unsqueeze(-1)).view_as(out_nF))
+
+
+def _moved(kept: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait: a copy from memory that is not page-locked waits for all that was launched."""
+    if device.type == "cpu" or kept.device.type != "cpu":
+        return kept.to(device)
+    return kept.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
