@@ -310,6 +310,19 @@ def test_evaluation_is_the_same_for_any_seed_and_carries_kinds() -> None:
     assert Stream(train, SHAPE, 1, held_out=train).evaluation_batches()[0].kinds == ()
 
 
+def test_a_steep_gamma_takes_no_label_away() -> None:
+    """A weight that underflows to 0 would say that the slot has no label, and end every walk of an evaluation there."""
+    document = documents_of([[True] * 8])
+    steep = Stream(document, BatchShape(8, 1, 8, gamma=0.01), 0, held_out=document)
+    plain = Stream(document, BatchShape(8, 1, 8, gamma=4.0), 0, held_out=document)
+    for found, expected in (
+        (steep.batch(0), plain.batch(0)),
+        (steep.evaluation_batches()[0].tokens, plain.evaluation_batches()[0].tokens),
+    ):
+        assert torch.equal(found.weights_AB > 0, expected.weights_AB > 0)
+        assert float(found.weights_AB[0, 2:].max()) < 1e-30
+
+
 def test_moving_a_batch_keeps_its_facts() -> None:
     batch = Stream(random_documents(), SHAPE, 1).batch(0)
     moved = batch.to(torch.device("cpu"))

@@ -256,8 +256,10 @@ def batch_bytes(batch: TokenBatch) -> bytes:
 
 
 def slot_weights(block_size: int, gamma: float) -> np.ndarray:
-    """float32 [B]: 0 for slot 0, exp(-(j - 1) / gamma) for slot j."""
-    return np.asarray([0.0] + [math.exp(-(slot - 1) / gamma) for slot in range(1, block_size)], dtype=np.float32)
+    """float32 [B]: 0 for slot 0, exp(-(j - 1) / gamma) for slot j, but no 0: that would mean a slot without label."""
+    least = float(np.finfo(np.float32).tiny)
+    weights = [max(least, math.exp(-(slot - 1) / gamma)) for slot in range(1, block_size)]
+    return np.asarray([0.0, *weights], dtype=np.float32)
 
 
 def label_blocks(
