@@ -76,6 +76,8 @@ def plan(
     topology = setup.config.topology
     processes = world or setup.config.launch.workers or max(1, topology.targets + topology.drafters)
     print(render(make_plan(setup.config, setup.target, setup.drafter, processes, gpu, read_records(records))))
+    if not records.is_dir():
+        print(f"note: there is no folder {records} here, so no rate is a measured one; --records names it")
     return 0
 
 

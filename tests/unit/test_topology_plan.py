@@ -24,7 +24,7 @@ from paceline.pipeline.cost import (
     wire_bytes,
 )
 from paceline.pipeline.plan import find_gpu, make_plan, read_records, render
-from paceline.pipeline.topology import Topology
+from paceline.pipeline.topology import Topology, note_on_idle
 from paceline.shapes import DrafterShape, TargetShape
 
 QWEN = TargetShape(
@@ -253,6 +253,28 @@ def test_unknown_gpus_are_refused_with_those_known() -> None:
     assert find_gpu("NVIDIA H200 NVL").name == "H200"
     with pytest.raises(UserError, match="not in the table"):
         find_gpu("TPU v5p")
+
+
+@pytest.mark.parametrize(
+    ("drafters", "batches", "said"),
+    [
+        (8, 1, "7 of 8 drafters have no batch in a step, for training.global_batch = 1; set it to 8"),
+        (3, 8, "drafters stand idle for 11% of a step, for training.global_batch = 8; set it to 9"),
+        (3, 9, ""),
+        (1, 1, ""),
+        (3, 32, ""),
+    ],
+)
+def test_drafters_without_a_batch_are_named(drafters: int, batches: int, said: str) -> None:
+    found = note_on_idle(Topology("split", 1, drafters), batches)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_a_plan_says_who_stands_idle() -> None:
+    config = replace(CONFIG, training=replace(CONFIG.training, global_batch=1))
+    assert "7 of 8 drafters have no batch" in render(make_plan(config, QWEN, DRAFTER, 8, "H200"))
+    assert "have no batch" not in render(make_plan(CONFIG, QWEN, DRAFTER, 8, "H200"))
 
 
 def test_planning_imports_no_torch() -> None:

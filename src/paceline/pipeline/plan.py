@@ -25,7 +25,7 @@ from paceline.pipeline.cost import (
     wants_shards,
     wire_bytes,
 )
-from paceline.pipeline.topology import RECEIVE_BUFFERS, Role, Topology, assign
+from paceline.pipeline.topology import RECEIVE_BUFFERS, Role, Topology, assign, note_on_idle
 from paceline.shapes import DrafterShape, TargetShape
 
 
@@ -351,6 +351,7 @@ def _speed(plan: Plan) -> list[str]:
     if plan.topology.kind == "split":
         lines.append(f"idle: targets {prediction.target_idle:.0%}, drafters {prediction.drafter_idle:.0%}")
     lines += [f"  {basis}" for basis in plan.basis]
+    lines += [note] if (note := note_on_idle(plan.topology, training.global_batch)) else []
     if plan.choice is not None:
         lines += ["", plan.choice.render(training.tokens)]
     return lines

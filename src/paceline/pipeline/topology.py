@@ -181,6 +181,25 @@ class Receives:
     launches: tuple[Item, ...]
 
 
+def note_on_idle(topology: Topology, global_batch: int) -> str:
+    """A line on drafters that have fewer batches in a step than others; empty where all are alike, or nearly."""
+    drafters = topology.drafters
+    rounds = -(-global_batch // drafters)
+    idle = 1 - global_batch / (rounds * drafters)
+    if idle < _WORTH_A_LINE:
+        return ""
+    without = f"{drafters - global_batch} of {drafters} drafters have no batch in a step"
+    uneven = f"drafters stand idle for {idle:.0%} of a step"
+    return (
+        f"note: {without if global_batch < drafters else uneven}, for training.global_batch = {global_batch}; "
+        f"set it to {rounds * drafters}, or another multiple of {drafters}"
+    )
+
+
+_WORTH_A_LINE = 0.1
+"""Of the drafters' time."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The global order of batches from step `start` to step `stop`, and each rank's part of it."""

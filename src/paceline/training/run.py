@@ -29,7 +29,7 @@ from paceline.errors import UserError
 from paceline.pipeline.heartbeat import Heartbeat, unwritable
 from paceline.pipeline.process import World
 from paceline.pipeline.split import Served
-from paceline.pipeline.topology import Role, Schedule, Topology, assign, make_schedule
+from paceline.pipeline.topology import Role, Schedule, Topology, assign, make_schedule, note_on_idle
 from paceline.pipeline.world import Connection, Groups, join, open_groups
 from paceline.target.describe import mask_note, mask_offer
 from paceline.training.checkpoint import Checkpoint, load_latest
@@ -238,3 +238,5 @@ def _introduce(setup: Setup, stream: Stream, schedule: Schedule, say: Say) -> No
         f"{packing.padded_slots:.1%} of slots on padding"
     )
     say(f"{schedule.topology}; {schedule.stop} steps of {schedule.global_batch} batches")
+    if note := note_on_idle(schedule.topology, schedule.global_batch):
+        say(note)
