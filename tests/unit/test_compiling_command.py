@@ -4,7 +4,8 @@ import contextlib
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,8 +174,9 @@ def as_nobody(folder: Path) -> Iterator[None]:
     if os.geteuid():
         yield
         return
-    for place in (folder, *folder.parents[:2]):
-        place.chmod(0o755)
+    for place in (folder, *folder.parents):
+        if place.is_relative_to(tempfile.gettempdir()) and not place.stat().st_mode & 0o001:
+            place.chmod(0o755)
     os.seteuid(NOBODY)
     try:
         yield
@@ -188,6 +190,21 @@ def test_a_folder_that_may_not_be_written_is_one_clear_line(act: str, foreign: C
         with pytest.raises(UserError, match=r"cannot write the compile cache .*: Permission denied"):
             attempt(act, foreign, tmp_path)
         assert [facts.condition for facts in list_caches(foreign.root)] == ["finished"]
+
+
+@pytest.mark.parametrize("look", [list_caches, prune])
+def test_a_folder_that_may_not_be_looked_into_is_one_clear_line(look: Callable[[Path], object], tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "caches").mkdir(parents=True)
+    closed.chmod(0)
+    try:
+        with (
+            as_nobody(tmp_path),
+            pytest.raises(UserError, match=r"cannot read the compile caches in .*: Permission denied"),
+        ):
+            look(closed / "caches")
+    finally:
+        closed.chmod(0o755)
 
 
 def attempt(act: str, cache: CompileCache, tmp_path: Path) -> None:

@@ -313,10 +313,23 @@ class CompileCache:
 
 
 def list_caches(root: Path) -> list[CacheFacts]:
-    """Every cache under `root`, the last used first."""
-    marks = (path for mark in (FILE_NAME, "inductor") for path in root.glob(f"*/{mark}"))
+    """Every cache under `root`, the last used first.
+
+    Raises:
+        UserError: `root` lies where this user may not look.
+    """
+    marks = (path for mark in (FILE_NAME, "inductor") for path in _found(root, f"*/{mark}"))
     folders = {path.parent for path in marks if not path.parent.name.startswith(DRAFT)}
     return sorted(map(_facts, folders), key=lambda facts: facts.last_used, reverse=True)
+
+
+def _found(root: Path, pattern: str) -> list[Path]:
+    try:
+        return list(root.glob(pattern))
+    except PermissionError as error:
+        raise UserError(
+            f"cannot read the compile caches in {root}: {error.strerror}", "name a folder that you may read with --root"
+        ) from None
 
 
 def prune(root: Path, *, keep: Iterable[str] = (), older_than_days: float = 0.0) -> list[CacheFacts]:
@@ -337,7 +350,7 @@ def prune(root: Path, *, keep: Iterable[str] = (), older_than_days: float = 0.0)
 
 def _remove_drafts(root: Path) -> None:
     """What unpacking left where it was killed; the draft of one at work is younger."""
-    for draft in root.glob(f"{DRAFT}*"):
+    for draft in _found(root, f"{DRAFT}*"):
         if draft.stat().st_mtime < time.time() - _DRAFT_SECONDS:
             shutil.rmtree(draft, ignore_errors=True)
 
