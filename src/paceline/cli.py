@@ -43,13 +43,29 @@ def train(config: Positional[Path], overrides: Overrides = (), *, resume: bool =
     if launch.under_torchrun():
         return launch.run(chosen, resume=resume)
     preflight(chosen, claims=not resume)
-    code = launch.run(chosen, resume=resume)
+    folder = Path(chosen.run.folder) / chosen.run.name
+    try:
+        code = launch.run(chosen, resume=resume)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted " + _way_on(folder, config, overrides)) from None
+    except SystemExit:  # the launcher of several workers has said which signal stopped them
+        _say("interrupted " + _way_on(folder, config, overrides))
+        raise
     if code == 0:
-        folder = Path(chosen.run.folder) / chosen.run.name
         write_report(folder)
         for line in closing_words(folder, read_metrics(folder)):
             _say(line)
     return code
+
+
+def _way_on(folder: Path, config: Path, overrides: Overrides) -> str:
+    """Where a run that was stopped stands, and the command that continues it."""
+    from paceline.doctor.diagnosis import left_from
+    from paceline.doctor.travel.workers import left_in
+
+    left = left_from({"left": left_in(str(folder))})
+    command = shlex.join(["paceline", "train", str(config), *overrides, "--resume"])
+    return f"{left.standing}\n  {left.resumption(command)}"
 
 
 def plan(
@@ -320,8 +336,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except UserError as error:
         _say(f"error: {error}")
         return 2
-    except KeyboardInterrupt:
-        _say("interrupted")
+    except KeyboardInterrupt as stop:
+        _say(str(stop) or "interrupted")
         return 130
     except BrokenPipeError:
         # The reader of our output (head, say) has gone: not a fault, and nothing more to print.

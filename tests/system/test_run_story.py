@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pipeline_world import config_of, make_world
 
 from paceline import cli
 from paceline import config as configuration
+from paceline.training.tally import Tally
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,3 +57,39 @@ def test_an_ordinary_token_as_the_mask_is_said_at_the_start(
     (note,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
     assert "target.mask_token_id = 9 is an ordinary token of the target, 'w9'" in note
     assert "to an id that never occurs in" in note
+
+
+@pytest.mark.parametrize(("every", "checkpoint"), [(2, 2), (4, 0)])
+def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(
+    every: int, checkpoint: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    make_world(tmp_path)
+    (tmp_path / "run.toml").write_text(configuration.dump(config_of(tmp_path, "first", steps=5)))
+    words = [str(tmp_path / "run.toml"), f"checkpoint.every={every}"]
+    started = 0
+
+    def start(tally: Tally) -> None:
+        nonlocal started
+        started += 1
+        if started == 4:  # two steps are recorded: the third is while the fourth runs
+            raise KeyboardInterrupt
+        genuine(tally)
+
+    genuine = Tally.start
+    with monkeypatch.context() as inside:
+        inside.setattr(Tally, "start", start)
+        assert cli.main(["train", *words]) == 130
+    kept = "the newest whole checkpoint is of step 2" if checkpoint else "there is no whole checkpoint yet"
+    first, then = capfd.readouterr().err.splitlines()[-2:]
+    assert first == f"interrupted at step 2 of 5; {kept}"
+    assert then == f"  go on from step {checkpoint}: paceline train {words[0]} {words[1]} --resume"
+    folder = tmp_path / "runs" / "first"
+    assert cli.main(["doctor", str(folder), "--json"]) == 1
+    (found,) = json.loads(capfd.readouterr().out)["findings"]
+    assert (found["level"], found["what"]) == ("warning", "was interrupted")
+    assert found["value"] == f"at step 2 of 5; {kept}"
+    assert f"paceline train {folder}/config.toml --resume" in found["remedy"]
+    assert cli.main(["train", *words, "--resume"]) == 0
+    assert cli.main(["doctor", str(folder)]) == 0
+    assert "finished: 5 of 5 steps" in capfd.readouterr().out

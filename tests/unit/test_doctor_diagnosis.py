@@ -226,6 +226,27 @@ def test_of_a_single_worker_no_others_wait() -> None:
     assert all("others" not in one.why for one in serious(absent(0, "gone"), absent(1, "gone")))
 
 
+def test_a_run_that_was_interrupted_is_no_error_and_goes_on() -> None:
+    for state in ("ended", "gone", "unopened", "elsewhere"):
+        stopped = [ended(0, phase="interrupted", state=state), ended(1, phase="interrupted", state=state)]
+        (found,) = diagnose(stopped, replace(LEFT, total=9, checkpoint=2))
+        assert (found.level, found.what) == (Level.WARNING, "was interrupted")
+        assert found.value == "at step 3 of 9; the newest whole checkpoint is of step 2"
+        assert "go on from step 2: paceline train /runs/a/config.toml --resume" in found.remedy
+    (found,) = diagnose(stopped, Left("/runs/a"))
+    assert found.value == "at step 0; there is no whole checkpoint yet"
+    assert "go on from step 0: paceline train /runs/a/config.toml --resume" in found.remedy
+    (found,) = diagnose(stopped, Left("/runs/a", claimed=False))
+    assert "start it again as before" in found.remedy
+
+
+def test_beside_an_interrupted_worker_a_killed_one_stays_an_error() -> None:
+    stopped, gone = serious(ended(0, phase="interrupted"), absent(1, "gone"))
+    assert (stopped.level, stopped.what) == (Level.WARNING, "was interrupted")
+    assert (gone.level, gone.what) == (Level.ERROR, "the worker is gone")
+    assert "others" not in gone.why
+
+
 def test_only_files_that_exist_are_named() -> None:
     (found,) = serious(absent(0, "gone"))
     assert "terminal" in found.remedy
@@ -271,4 +292,4 @@ def test_what_a_run_left_is_read_from_its_folder(tmp_path: Path) -> None:
 
 
 def test_an_empty_run_folder_has_left_nothing(tmp_path: Path) -> None:
-    assert left_from(workers.main({"folder": str(tmp_path), "timeout": 1})) == Left(str(tmp_path))
+    assert left_from(workers.main({"folder": str(tmp_path), "timeout": 1})) == Left(str(tmp_path), claimed=False)

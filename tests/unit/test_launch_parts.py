@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from paceline.config import Config, LaunchConfig, TargetConfig, TopologyConfig
 from paceline.errors import UserError
-from paceline.launch import worker
 from paceline.launch.failures import Failure, ended_by, failure_of, first_of, read_failures, write_failure
 from paceline.launch.places import choose_device, cores_of, visible_gpus, workers_wanted
 from paceline.launch.watch import STARTING_SECONDS, Limits, stalled
 from paceline.launch.worker import Order
-from paceline.pipeline.heartbeat import WAIT_FOR_FEATURES, Beat, Heartbeat, read_beats
+from paceline.pipeline.heartbeat import WAIT_FOR_FEATURES, Beat, Heartbeat, read_beats, say_last
 from paceline.pipeline.process import World
 from paceline.pipeline.world import LostPeer
 
@@ -180,6 +179,6 @@ def test_a_good_end_keeps_role_and_last_step(tmp_path: Path) -> None:
     beat = Heartbeat(tmp_path, 0, "drafter 0")
     beat.beat("save", 12)
     beat.close()
-    worker._say_ended(tmp_path, 0)
+    say_last(tmp_path, 0, "end")
     (found,) = read_beats(tmp_path).values()
     assert (found.phase, found.step, found.role) == ("end", 12, "drafter 0")

@@ -17,6 +17,7 @@ _WARM = re.compile(r"warm|compil|start|load", re.IGNORECASE)
 _CIRCLE = 5.0
 """Seconds after which ranks that wait for each other are not merely seen at different instants."""
 _NEAR_LIMIT = 5
+_STOP_REST = "see the other workers; once they have ended too, go on with --resume"
 _LONG = 60.0
 """Seconds in one phase after which a wait is no longer the pipeline's usual breathing."""
 
@@ -68,8 +69,13 @@ class Seen:
         return self.state in ("ended", "unopened", "elsewhere") and self.heartbeat.get("phase") == "end"
 
     @property
+    def interrupted(self) -> bool:
+        """Whether it was asked to stop, and has. A launcher says so for workers that could not close their sockets."""
+        return self.state in ("ended", "gone", "unopened", "elsewhere") and self.heartbeat.get("phase") == "interrupted"
+
+    @property
     def is_there(self) -> bool:
-        return not self.finished and self.state not in ("gone", "ended")
+        return not self.finished and not self.interrupted and self.state not in ("gone", "ended")
 
     @property
     def seconds_in_phase(self) -> float:
@@ -88,7 +94,7 @@ class Left:
 
     `step`: the last in its metrics. `total`: steps that its configuration asks for, 0 where epochs decide.
     `evaluations`: (step, τ). `checkpoint`: step of the newest whole one. `words`: its
-    logs and stacks that are not empty, below the folder.
+    logs and stacks that are not empty, below the folder. `claimed`: its configuration lies there.
     """
 
     folder: str = ""
@@ -97,6 +103,24 @@ class Left:
     evaluations: tuple[tuple[int, float], ...] = ()
     checkpoint: int | None = None
     words: tuple[str, ...] = ()
+    claimed: bool = True
+
+    @property
+    def standing(self) -> str:
+        """How far the run came, and what of it is kept."""
+        of = f" of {self.total}" if self.total else ""
+        kept = "there is no whole checkpoint yet"
+        if self.checkpoint is not None:
+            kept = f"the newest whole checkpoint is of step {self.checkpoint}"
+        # A step is recorded while the next one runs, so its checkpoint may be there first.
+        return f"at step {max(self.step or 0, self.checkpoint or 0)}{of}; {kept}"
+
+    def resumption(self, command: str = "") -> str:
+        """How a run that was stopped on purpose goes on: by `command`, or from the configuration in its folder."""
+        if not (command or self.claimed):
+            return "start it again as before: it was stopped before it had written its configuration"
+        own = f"paceline train {self.folder}/config.toml --resume (in the directory where it was started)"
+        return f"go on from step {self.checkpoint or 0}: {command or own}"
 
     def words_of(self, rank: int) -> str:
         """Where this rank's last words are: only files that exist are named."""
@@ -110,8 +134,7 @@ class Left:
     def way_on(self) -> str:
         """How the run goes on when its cause is mended."""
         if self.checkpoint is not None:
-            command = f"paceline train {self.folder}/config.toml --resume"
-            return f"go on from step {self.checkpoint}: {command} (in the directory where it was started)"
+            return self.resumption()
         return f"start again: there is no whole checkpoint yet, so remove {self.folder} or choose another run.name"
 
 
@@ -125,6 +148,7 @@ def left_from(facts: dict[str, Any]) -> Left:
         evaluations=tuple((step, tau) for step, tau in left["evaluations"]),
         checkpoint=left["checkpoint"],
         words=tuple(left["words"]),
+        claimed=left["claimed"],
     )
 
 
@@ -163,6 +187,8 @@ def diagnose(workers: Sequence[Seen], left: Left | None = None) -> list[Finding]
         ]
     if all(worker.finished for worker in workers):
         return [_finished(workers, left)]
+    if all(worker.finished or worker.interrupted for worker in workers):
+        return [warning("run", "was interrupted", left.standing, "it is not finished", left.resumption())]
     missing = [finding for worker in workers for finding in _absence(worker, workers, left)]
     waiting = _waits(workers)
     inside = [finding for worker in workers for finding in _inside(worker)]
@@ -179,6 +205,10 @@ def _absence(worker: Seen, workers: Sequence[Seen], left: Left) -> list[Finding]
     last = _last_heard(worker)
     if worker.finished:
         return [info(worker.name, "has ended well", f"pid {worker.pid}{last}")]
+    if worker.interrupted:
+        return [
+            warning(worker.name, "was interrupted", f"pid {worker.pid}{last}", "other workers were not", _STOP_REST)
+        ]
     others_wait = any(other.is_there for other in workers if other is not worker)
     if worker.state in ("gone", "ended"):
         return [_end(worker, left, others_wait, last)]
@@ -186,6 +216,10 @@ def _absence(worker: Seen, workers: Sequence[Seen], left: Left) -> list[Finding]
         return [_stop(worker, others_wait, last)]
     if worker.state == "silent":
         return [_silence(worker, last)]
+    return _elsewhere_or_unopened(worker, last)
+
+
+def _elsewhere_or_unopened(worker: Seen, last: str) -> list[Finding]:
     if worker.state == "elsewhere":
         return [
             info(worker.name, "runs on another host", worker.host, remedy=f"ask there: --through 'ssh {worker.host}'")

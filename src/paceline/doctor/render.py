@@ -90,7 +90,10 @@ def _worker_table(workers: Sequence[Seen]) -> RenderableType:
             _COLUMNS[i], justify="right" if _COLUMNS[i] in ("rank", "step", "for", "memory", "GPU") else "left"
         )
     for worker, row in zip(workers, rows, strict=True):
-        table.add_row(*(row[i] for i in used), style="" if worker.state == "answered" or worker.finished else "red")
+        table.add_row(
+            *(row[i] for i in used),
+            style="" if worker.state == "answered" or worker.finished or worker.interrupted else "red",
+        )
     return Padding(table, (1, 0, 0, 2))
 
 

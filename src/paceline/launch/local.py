@@ -19,6 +19,7 @@ from paceline.launch.failures import Failure, clear_failures, ended_by, first_of
 from paceline.launch.watch import Limits, Watcher, stall_words
 from paceline.launch.worker import CRASH, USER_FAULT, Order, log_path
 from paceline.pipeline.heartbeat import FOLDER as HEARTBEATS
+from paceline.pipeline.heartbeat import INTERRUPTED, say_last
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ def _start_and_wait(world: LocalWorld, attempt: int) -> dict[int, int]:
         except ChildFailedError as error:
             return {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException as error:
+            # Some had no time to say so themselves: SIGTERM gives them none, and a collective may not let SIGINT in.
+            for rank in range(world.workers):
+                say_last(world.run_folder, rank, INTERRUPTED)
             _say(f"stopped by {signal.Signals(error.sigval).name}; all workers have ended")
             raise SystemExit(128 + error.sigval) from None
     return {}

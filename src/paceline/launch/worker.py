@@ -23,7 +23,7 @@ from paceline.errors import UserError
 from paceline.launch.failures import Failure, failure_of, write_failure
 from paceline.launch.places import choose_device, settle_on_cores, visible_gpus
 from paceline.launch.stacks import answer_signal
-from paceline.pipeline.heartbeat import Heartbeat, read_beats
+from paceline.pipeline.heartbeat import INTERRUPTED, Heartbeat, say_last
 from paceline.pipeline.process import World
 
 Program = Callable[[Config, World, bool], int]
@@ -83,8 +83,19 @@ def main(argument: str) -> int:
 def run_here(config: Config, world: World, run_folder: Path, program: Callable[[], Program], resume: bool) -> int:
     """Run the program as this rank: device, cores, heartbeat, then the program itself.
 
-    `program` imports it, after the device is chosen.
+    `program` imports it, after the device is chosen. The heartbeat's last phase says how it ended, if it ended well
+    or was interrupted.
     """
+    try:
+        code = _run_program(config, world, run_folder, program, resume)
+    except KeyboardInterrupt:
+        say_last(run_folder, world.rank, INTERRUPTED)
+        raise
+    say_last(run_folder, world.rank, "end")
+    return code
+
+
+def _run_program(config: Config, world: World, run_folder: Path, program: Callable[[], Program], resume: bool) -> int:
     beat = Heartbeat(run_folder, world.rank, "worker")
     try:
         device = choose_device(visible_gpus(), world.local_rank)
@@ -93,16 +104,7 @@ def run_here(config: Config, world: World, run_folder: Path, program: Callable[[
         function = program()
     finally:
         beat.close()
-    code = function(config, World(**{**asdict(world), "device": device}), resume)
-    _say_ended(run_folder, world.rank)
-    return code
-
-
-def _say_ended(run_folder: Path, rank: int) -> None:
-    last = read_beats(run_folder).get(rank)
-    beat = Heartbeat(run_folder, rank, last.role if last else "worker")
-    beat.beat("end", last.step if last else 0)
-    beat.close()
+    return function(config, World(**{**asdict(world), "device": device}), resume)
 
 
 def _end_badly(error: BaseException, world: World, run_folder: Path) -> int:
@@ -110,6 +112,8 @@ def _end_badly(error: BaseException, world: World, run_folder: Path) -> int:
     write_failure(run_folder, failure)
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
     else:
         traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()

@@ -21,6 +21,8 @@ from paceline.live import WorkerStatus
 FOLDER = "heartbeat"
 WAIT_FOR_FEATURES = "wait for the features of the data"
 """The phase of a worker whose own part of the feature cache is done, or who has none."""
+INTERRUPTED = "interrupted"
+"""The last phase of a worker that was asked to stop (Ctrl-C), and has."""
 _INTERVAL = 1.0
 
 
@@ -111,6 +113,14 @@ class Heartbeat:
         except OSError:
             # A full disk must not end a run through its heartbeat: the checkpoint will say so, or nobody needs to know.
             return
+
+
+def say_last(run_folder: Path, rank: int, phase: str) -> None:
+    """Let `phase` be the last word of a worker that has closed its heartbeat; its step stays."""
+    last = read_beats(run_folder).get(rank)
+    beat = Heartbeat(run_folder, rank, last.role if last else "worker")
+    beat.beat(phase, last.step if last else 0)
+    beat.close()
 
 
 def unwritable(run_folder: Path, error: OSError) -> tuple[str, str]:

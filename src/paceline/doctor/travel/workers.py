@@ -44,6 +44,7 @@ def left_in(folder: str) -> dict[str, Any]:
         "step": step,
         "total": _steps_wanted(read(os.path.join(folder, "config.toml"))),
         "evaluations": evaluations,
+        "claimed": os.path.exists(os.path.join(folder, "config.toml")),
         "checkpoint": max(_whole_checkpoints(os.path.join(folder, "checkpoints")), default=None),
         "words": [
             *_filled(folder, "logs", r"rank-\d+\.log$"),
