@@ -63,7 +63,7 @@ def _way_on(folder: Path, config: Path, overrides: Overrides) -> str:
     from paceline.doctor.diagnosis import left_from
     from paceline.doctor.travel.workers import left_in
 
-    left = left_from({"left": left_in(str(folder))})
+    left = left_from(left_in(str(folder)))
     command = shlex.join(["paceline", "train", str(config), *overrides, "--resume"])
     return f"{left.standing}\n  {left.resumption(command)}"
 

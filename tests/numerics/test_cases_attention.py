@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from paceline.data.stream import Stream
 from paceline.drafter import blocks
 from paceline.drafter.blocks import BlockMaskWriter
 from paceline.drafter.objective import Objective
-from paceline.training.warm import attention_error
+from paceline.errors import UserError
+from paceline.training.parts import Learner
+from paceline.training.warm import SelfCheck, attention_error
 
 CONFIG = TrainingConfig()
 
@@ -75,6 +80,27 @@ def test_the_self_check_of_attention_alone(uncompiled: None, tokens: int, monkey
 
         monkeypatch.setattr(BlockMaskWriter, "write", functools.partialmethod(wrong, by=(starts, anchored)))
         assert _self_check(it) > 5e-2
+
+
+@pytest.mark.parametrize("matmul", ["same", "float8"])
+def test_a_run_with_a_wrong_mask_is_refused(uncompiled: None, matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = world(lengths=(88, 40), tokens=128, anchors=tuple(range(0, 120, 4)), padding_blocks=2)
+    objective = Objective(it.drafter, it.ends, it.shape, CONFIG, "flex")
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(training=dataclasses.replace(CONFIG, matmul=matmul), run=SimpleNamespace(seed=0)),
+        setup=SimpleNamespace(batch=it.shape, drafter=it.drafter.shape),
+        device=torch.device("cpu"),
+    )
+    said: list[str] = []
+    check = SelfCheck(Learner(it.drafter, objective, None), it.batch.tokens, run)  # type: ignore[arg-type]
+    check.part.run()
+    check.judge(said.append)
+    assert ("drafter" in said[0]) == (matmul == "same")
+    write = BlockMaskWriter.write
+    monkeypatch.setattr(BlockMaskWriter, "write", lambda self, starts, anchors: write(self, starts, anchors + 1))
+    check.part.run()
+    with pytest.raises(UserError, match="compiled attention differs from the dense one by"):
+        check.judge(said.append)
 
 
 COUNTS = (1, 7, 33, 200, 512)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipeline_world import config_of, half_done, make_world, same_numbers
+from pipeline_world import config_of, half_done, make_world, records, same_numbers
 from safetensors import safe_open
 from shard_programs import RESUMED, SHARED, TARGETS, Trial
 
@@ -69,6 +69,7 @@ def test_a_target_over_two_ranks_gives_the_losses_of_a_whole_one(tmp_path: Path)
     _run(world, "targets", TARGETS)
     for name, trial in TARGETS.items():
         same_numbers(world, name, first=HALF if trial.after else 0, relative=1e-4)
+        assert records(world / "runs" / name)[-1]["step"] == 10
 
 
 def test_a_sharded_target_warms_up_one_rank_after_another(tmp_path: Path) -> None:

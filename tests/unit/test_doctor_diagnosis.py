@@ -287,9 +287,11 @@ def test_what_a_run_left_is_read_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank-2.log").write_text("")
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "rank-0.signal.txt").write_text("Thread")
-    left = left_from(workers.main({"folder": str(tmp_path), "timeout": 1}))
+    left = left_from(workers.main({"folder": str(tmp_path), "timeout": 1})["left"])
     assert left == Left(str(tmp_path), 2, 7, ((0, 1.5), (2, 2.5)), 1, ("logs/rank-1.log", "stacks/rank-0.signal.txt"))
 
 
 def test_an_empty_run_folder_has_left_nothing(tmp_path: Path) -> None:
-    assert left_from(workers.main({"folder": str(tmp_path), "timeout": 1})) == Left(str(tmp_path), claimed=False)
+    assert left_from(workers.main({"folder": str(tmp_path), "timeout": 1})["left"]) == Left(
+        str(tmp_path), claimed=False
+    )

@@ -121,3 +121,11 @@ def test_training_notes_the_same_revision_as_export(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(files, "fingerprint", lambda path: taken.append(path) or whole(path))
     assert {scores._card(step).target_revision for step in (1, 2)} == {whole(place)}
     assert taken == [place], "the target's files are read once"
+
+
+def test_a_local_targets_fingerprint_is_the_one_that_verify_tells(tmp_path: Path):
+    facts = export.CardFacts(target=str(gguf(tmp_path)), target_revision="a" * 16, target_weights="b" * 16)
+    out = export.write(tmp_path / "d", state(), SHAPE, target(), card=facts)
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert f"(fingerprint `{'b' * 16}`)" in card
+    assert "a" * 16 not in card

@@ -26,6 +26,20 @@ def test_a_resumed_run_drops_what_came_after_its_step(tmp_path: Path) -> None:
     ]
 
 
+def test_a_finished_run_that_is_resumed_has_its_last_evaluation_once(tmp_path: Path) -> None:
+    lines = [{"event": kind, "step": step} for step in (1, 2) for kind in ("step", "evaluation")]
+    first = MetricsFile(tmp_path, 0)
+    for line in lines:
+        first.write(line)
+    first.close()
+    MetricsFile(tmp_path, 2).close()
+    assert read_metrics(tmp_path) == lines
+    again = MetricsFile(tmp_path, 2, looks_again=True)
+    again.write(lines[-1])
+    again.close()
+    assert read_metrics(tmp_path) == lines
+
+
 def test_a_line_cut_by_a_kill_is_left_out_and_written_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1}]

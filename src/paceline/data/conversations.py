@@ -14,6 +14,7 @@ from paceline.data.rows import Conversation, Message, RowError, excerpt
 
 SHAPES = ("messages", "sharegpt", "completion", "alpaca", "prompt", "text")
 
+# As the chat formats spell them; dumps in the ShareGPT spelling name the model that answered.
 _ROLES = {
     "system": "system",
     "developer": "developer",

@@ -125,7 +125,7 @@ def _ask_run(report: _Report, place: Place, options: DoctorOptions) -> None:
         raise UserError(f"{facts['folder']} is no folder on {facts['host']}", "give the run's own folder (runs/NAME)")
     report.title += f" · {facts['folder']} on {facts['host']}"
     report.workers = seen_from(facts)
-    report.findings += diagnose(report.workers, left_from(facts))
+    report.findings += diagnose(report.workers, left_from(facts["left"]))
 
 
 def _ask_process(report: _Report, place: Place, options: DoctorOptions) -> None:

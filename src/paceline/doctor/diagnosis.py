@@ -138,9 +138,8 @@ class Left:
         return f"start again: there is no whole checkpoint yet, so remove {self.folder} or choose another run.name"
 
 
-def left_from(facts: dict[str, Any]) -> Left:
-    """The same traveller's `left`."""
-    left = facts["left"]
+def left_from(left: dict[str, Any]) -> Left:
+    """Of what the traveller `workers` found left in a run's folder."""
     return Left(
         folder=left["folder"],
         step=left["step"],

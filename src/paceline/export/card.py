@@ -57,8 +57,9 @@ def render(shape: DrafterShape, facts: CardFacts, name: str, layout: str = "dfla
 
 def _head(shape: DrafterShape, facts: CardFacts, name: str) -> list[str]:
     target = target_words(facts.target)
+    told = facts.target_weights or facts.target_revision if target.local else facts.target_revision
     word = "fingerprint" if target.local else "revision"
-    revision = f" ({word} `{facts.target_revision}`)" if facts.target_revision else ""
+    revision = f" ({word} `{told}`)" if told else ""
     return [
         "---",
         "tags: [dflash, speculative-decoding, draft-model]",

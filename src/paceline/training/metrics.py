@@ -18,12 +18,16 @@ Record = dict[str, Any]
 class MetricsFile:
     """Appends one JSON object a line to `metrics.jsonl`.
 
-    A resumed run drops the lines after the step that it resumes from, so that every step stands there once.
+    A resumed run drops the lines after the step that it resumes from, so that every step stands there once, and with
+    `looks_again` that step's evaluation too.
     """
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
+    def __init__(self, folder: Path, resume_step: int, *, looks_again: bool = False) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(folder) if line["step"] <= resume_step] if resume_step else []
+        last = resume_step - 1 if looks_again else resume_step
+        limits = {"evaluation": last}
+        earlier = read_metrics(folder) if resume_step else []
+        kept = [line for line in earlier if line["step"] <= limits.get(line.get("event", ""), resume_step)]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         aside = self.path.with_suffix(".partial")
         aside.write_text(text)

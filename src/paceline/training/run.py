@@ -238,5 +238,7 @@ def _introduce(setup: Setup, stream: Stream, schedule: Schedule, say: Say) -> No
         f"{packing.padded_slots:.1%} of slots on padding"
     )
     say(f"{schedule.topology}; {schedule.stop} steps of {schedule.global_batch} batches")
+    if schedule.start >= schedule.stop:
+        say(f"all {schedule.stop} steps are done: the drafter is only evaluated and written; training.steps sets more")
     if note := note_on_idle(schedule.topology, schedule.global_batch):
         say(note)

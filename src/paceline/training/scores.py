@@ -38,12 +38,16 @@ class Scores:
         self._run, self._learner = run, learner
         self._writes = run.world.rank == 0
         self._view = open_view(run.world.rank, run.total, run.schedule.start)
-        self._file = MetricsFile(run.folder, run.schedule.start) if self._writes else None
+        self._file = self._open_file() if self._writes else None
         self._board = TensorBoardView(run.folder) if self._writes else None
         self._next_tokens = next_tokens
         self._agreement: list[Tensor] | None = None
         self.best_tau: float = run.resumed.facts["best_tau"] if run.resumed else 0.0
         self._last: Acceptance | None = None
+
+    def _open_file(self) -> MetricsFile:
+        schedule = self._run.schedule
+        return MetricsFile(self._run.folder, schedule.start, looks_again=schedule.evaluates_first)
 
     def record_step(self, record: dict[str, Any]) -> None:
         self._write(record)
