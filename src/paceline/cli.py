@@ -48,7 +48,7 @@ def train(config: Positional[Path], overrides: Overrides = (), *, resume: bool =
         code = launch.run(chosen, resume=resume)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted " + _way_on(folder, config, overrides)) from None
-    except SystemExit:  # the launcher of several workers has said which signal stopped them
+    except SystemExit:  # the launcher has said which signal stopped the run
         _say("interrupted " + _way_on(folder, config, overrides))
         raise
     if code == 0:

@@ -14,7 +14,7 @@ import pytest
 
 from paceline import config as configuration
 from paceline.config import Config, LaunchConfig, RunConfig
-from paceline.pipeline.heartbeat import read_beats
+from paceline.pipeline.heartbeat import INTERRUPTED, read_beats, say_last
 
 pytestmark = pytest.mark.timeout(120)
 _MAIN = """
@@ -84,6 +84,24 @@ def test_workers_end_with_their_launcher(tmp_path: Path, number: int, code: int)
     assert _all_end(tmp_path, 15)
     if number == signal.SIGTERM:
         assert printed.splitlines()[-1] == "stopped by SIGTERM; all workers have ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_of_one_process_that_is_asked_to_stop_was_interrupted(tmp_path: Path, number: int) -> None:
+    config = _written(tmp_path, 1)
+    say_last(tmp_path / "run", 1, INTERRUPTED)  # of an earlier launch, which had two workers
+    (tmp_path / "run" / "live").mkdir()
+    (tmp_path / "run" / "live" / "rank-1.json").write_text("{}")
+    pipe = _ready_pipe(tmp_path)
+    run = _start(config, "block")
+    _read_ready(pipe, 1)
+    run.send_signal(number)
+    printed = run.communicate(timeout=15)[1]
+    assert run.returncode == 128 + number
+    assert printed.splitlines()[-1] == f"stopped by {signal.Signals(number).name}"
+    beats = read_beats(tmp_path / "run")
+    assert {rank: beat.phase for rank, beat in beats.items()} == {0: INTERRUPTED}
+    assert not (tmp_path / "run" / "live" / "rank-1.json").exists()
 
 
 def test_a_port_that_is_taken_is_one_clear_line(tmp_path: Path) -> None:

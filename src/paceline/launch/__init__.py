@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 
 from paceline import config as configuration
 from paceline.config import Config
@@ -20,7 +24,7 @@ from paceline.launch.places import visible_gpus, workers_wanted
 from paceline.launch.watch import Limits, Watcher
 from paceline.launch.worker import load_program, run_here
 from paceline.pipeline.auto import RATES_FILE, Rates, choose, with_topology
-from paceline.pipeline.heartbeat import unwritable
+from paceline.pipeline.heartbeat import forget_earlier, unwritable
 from paceline.pipeline.process import World
 from paceline.pipeline.topology import Topology, assign
 
@@ -47,7 +51,9 @@ def run(config: Config, *, resume: bool = False, program: str = TRAINING) -> int
     # What every worker would refuse is refused here, before anything is written.
     assign(config.topology, workers, config.target.tensor_parallel)
     if workers == 1:
-        return run_here(config, World(), run_folder, lambda: load_program(program), resume)
+        forget_earlier(run_folder)
+        with _stopped_by_signals():
+            return run_here(config, World(), run_folder, lambda: load_program(program), resume)
     return _run_workers(config, run_folder, program, workers, resume)
 
 
@@ -88,6 +94,37 @@ def _run_workers(config: Config, run_folder: Path, program: str, workers: int, r
     except OSError as error:
         raise UserError(*unwritable(run_folder, error)) from None
     return run_local(LocalWorld(config, path, run_folder, program, workers, resume))
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """What a scheduler or a closed terminal sends stops one process as Ctrl-C does: an interruption, not a crash."""
+    asked: list[int] = []
+    here = os.getpid()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        if os.getpid() != here:  # a fork of ours
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not asked:
+            asked.append(number)
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    # nohup's, or an embedding program's, is left alone.
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not asked:
+            raise
+        print(f"stopped by {signal.Signals(asked[0]).name}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + asked[0]) from None
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _stall_watch(config: Config, run_folder: Path, world: World) -> Watcher | nullcontext[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -18,8 +17,7 @@ from paceline.config import Config
 from paceline.launch.failures import Failure, clear_failures, ended_by, first_of, read_failures
 from paceline.launch.watch import Limits, Watcher, stall_words
 from paceline.launch.worker import CRASH, USER_FAULT, Order, log_path
-from paceline.pipeline.heartbeat import FOLDER as HEARTBEATS
-from paceline.pipeline.heartbeat import INTERRUPTED, say_last
+from paceline.pipeline.heartbeat import INTERRUPTED, forget_earlier, say_last
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def run_local(world: LocalWorld) -> int:
 
     Prints the failure that came first as the last thing.
     """
-    _prepare(world.run_folder)
+    forget_earlier(world.run_folder)  # its logs stay, and are added to
     restarts = world.config.launch.restarts
     for attempt in range(restarts + 1):
         failure = _attempt(world, attempt)
@@ -55,11 +53,6 @@ def run_local(world: LocalWorld) -> int:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _prepare(run_folder: Path) -> None:
-    """Heartbeats of an earlier launch must not be taken for this one's. Its logs stay, and are added to."""
-    shutil.rmtree(run_folder / HEARTBEATS, ignore_errors=True)
 
 
 def _attempt(world: LocalWorld, attempt: int) -> Failure | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.live import FOLDER as LIVE
 from paceline.live import WorkerStatus
 
 FOLDER = "heartbeat"
@@ -121,6 +123,12 @@ def say_last(run_folder: Path, rank: int, phase: str) -> None:
     beat = Heartbeat(run_folder, rank, last.role if last else "worker")
     beat.beat(phase, last.step if last else 0)
     beat.close()
+
+
+def forget_earlier(run_folder: Path) -> None:
+    """Workers of an earlier launch, of which there may have been more, must not be taken for this one's."""
+    for name in (FOLDER, LIVE):
+        shutil.rmtree(run_folder / name, ignore_errors=True)
 
 
 def unwritable(run_folder: Path, error: OSError) -> tuple[str, str]:
