@@ -258,7 +258,7 @@ def test_unknown_gpus_are_refused_with_those_known() -> None:
 @pytest.mark.parametrize(
     ("drafters", "batches", "said"),
     [
-        (8, 1, "7 of 8 drafters have no batch in a step, for training.global_batch = 1; set it to 8"),
+        (8, 1, "in a step 7 of 8 drafters get no batch, for training.global_batch = 1; set it to 8"),
         (3, 8, "drafters stand idle for 11% of a step, for training.global_batch = 8; set it to 9"),
         (3, 9, ""),
         (1, 1, ""),
@@ -273,8 +273,8 @@ def test_drafters_without_a_batch_are_named(drafters: int, batches: int, said: s
 
 def test_a_plan_says_who_stands_idle() -> None:
     config = replace(CONFIG, training=replace(CONFIG.training, global_batch=1))
-    assert "7 of 8 drafters have no batch" in render(make_plan(config, QWEN, DRAFTER, 8, "H200"))
-    assert "have no batch" not in render(make_plan(CONFIG, QWEN, DRAFTER, 8, "H200"))
+    assert "7 of 8 drafters get no batch" in render(make_plan(config, QWEN, DRAFTER, 8, "H200"))
+    assert "get no batch" not in render(make_plan(CONFIG, QWEN, DRAFTER, 8, "H200"))
 
 
 def test_planning_imports_no_torch() -> None:

@@ -73,7 +73,7 @@ def _cells(worker: Seen) -> list[str]:
         str(worker.rank),
         str(worker.status.get("role", "")),
         "" if worker.step is None else str(worker.step),
-        worker.phase if answered else worker.state,
+        worker.phase if answered or worker.interrupted else worker.state,
         f"{worker.seconds_in_phase:.0f} s" if worker.status else "",
         worker.waits_for or "",
         size(memory["rss"]) if memory.get("rss") else "",

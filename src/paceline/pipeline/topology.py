@@ -188,7 +188,7 @@ def note_on_idle(topology: Topology, global_batch: int) -> str:
     idle = 1 - global_batch / (rounds * drafters)
     if idle < _WORTH_A_LINE:
         return ""
-    without = f"{drafters - global_batch} of {drafters} drafters have no batch in a step"
+    without = f"in a step {drafters - global_batch} of {drafters} drafters get no batch"
     uneven = f"drafters stand idle for {idle:.0%} of a step"
     return (
         f"note: {without if global_batch < drafters else uneven}, for training.global_batch = {global_batch}; "

@@ -59,8 +59,8 @@ def with_feature_cache(run: Run, target: Target | None) -> Target | None:
     Every rank calls it, and goes on when all have their features: that may take hours, which no limit for meeting
     between steps should end.
     """
-    if run.config.target.feature_cache == "none":
-        return target
+    if run.config.target.feature_cache == "none" or run.schedule.start >= run.total:
+        return target  # or no step is left that would read them
     start = run.schedule.start
     if target is not None:
         target = CachedTarget(
