@@ -93,7 +93,11 @@ def test_a_run_of_one_process_that_is_asked_to_stop_was_interrupted(tmp_path: Pa
     (tmp_path / "run" / "live").mkdir()
     (tmp_path / "run" / "live" / "rank-1.json").write_text("{}")
     pipe = _ready_pipe(tmp_path)
-    run = _start(config, "block")
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
+    try:
+        run = _start(config, "block")
+    finally:
+        signal.signal(number, before)
     _read_ready(pipe, 1)
     run.send_signal(number)
     printed = run.communicate(timeout=15)[1]
